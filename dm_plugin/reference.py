@@ -172,7 +172,7 @@ def _row_statistics(p: Tensor, ds: Tensor, ds_hat: Tensor, s2: Tensor, batch: in
         "entropy": -(p * log_p).sum(-1),
     }
     out = {name: _join_rows(x, batch) for name, x in rows.items()}
-    top = s2.flatten(-2).amax(-1) if s2.numel() else s2.new_full(s2.shape[:-2], -math.inf)
+    top = s2.masked_fill(torch.isnan(s2), -math.inf).flatten(-2).amax(-1)
     out["max_logit"] = (top / LOG2E).reshape(batch, -1)
     return out
 

@@ -1,0 +1,277 @@
+"""ProbeSession: joins a model's attention to a recorder on the steps that are probed, and to nothing on all others.
+
+    session = ProbeSession(config, out).attach(model)
+    for step in ...:
+        session.begin(step)          # hooks exist from here
+        forward, backward (any number of microbatches, with or without recompute)
+        session.step(step)           # to here; the step's record goes to the writer thread
+
+A core attention of ours gets a tap; any other gets a hook on its key tensor, whose gradient is exact whatever the backend computed.
+Everything is recorded in backward, which runs once a microbatch, so recomputed forwards do not count twice. Nothing here touches a value,
+a gradient or the random state of the job, and an error in a probe is a warning.
+"""
+
+import json
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import __version__
+from .config import ProbeConfig
+from .control import Watcher
+from .dump import DumpWriter
+from .recorder import Recorder
+from .residuals import BINS_PER_DECADE, LOG10_LOW
+from .sites import Site, find_sites
+from .stats import RowStats
+
+log = logging.getLogger("dm_plugin")
+TAP_ONLY = ("row_sum", "row_sum_signed", "delta_gap", "max_logit", "entropy", "codes")
+
+
+class ProbeSession:
+    """Probes of one rank.
+
+    config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. world: parallel coordinates such as
+    {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend for sites that have no tap. writer: any object with
+    add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        out: Path | str | None,
+        *,
+        rank: int = 0,
+        world: Mapping[str, int] | None = None,
+        backend: str = "",
+        model_info: Mapping[str, Any] | None = None,
+        writer: Any = None,
+        control: Path | str | bool | None = True,
+    ) -> None:
+        self.config, self.backend, self.scalars = config, backend, writer
+        self.rank, self.world, self.model_info = rank, dict(world or {}), dict(model_info or {})
+        self.sites: list[Site] = []
+        self.dumps = DumpWriter(out, rank) if out is not None else None
+        folder = out if control is True else control
+        self.watcher = Watcher(folder, rank) if folder not in (None, False) else None  # type: ignore[arg-type]
+        self._recorder = Recorder()
+        self._active: dict[str, tuple[Site, frozenset[str]]] = {}
+        self._to_log: set[str] = set()
+        self._to_dump: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._keys: dict[int, weakref.ref[Tensor]] = {}
+        self._backends: dict[str, str] = {}
+        self._reported: tuple[str | None, bool] | None = None
+
+    # -------------------------------------------------------------------------------------------- life
+    def attach(self, model: nn.Module | Iterable[nn.Module]) -> "ProbeSession":
+        """Find the attention sites of a model (or of its pipeline chunks). No hook is made here.
+
+        Raises ValueError when the model has no attention site or the config gives one site to two sections.
+        """
+        self.sites = find_sites(model)
+        if not self.sites:
+            raise ValueError(
+                "the model has no module with a core_attention; dm_plugin probes attention layers built that way"
+            )
+        for site in self.sites:
+            self.config.section_for(site.name)
+        return self
+
+    def begin(self, step: int) -> bool:
+        """Start of a training step; makes hooks if this step is probed and says whether it is. Costs one stat() otherwise."""
+        self._unhook()
+        request = self.watcher.poll(step) if self.watcher is not None else None
+        self._report(step, request is not None)
+        for site in self.sites:
+            section = self.config.section_for(site.name)
+            to_log, to_dump = section.wanted(step) if section is not None else (frozenset[str](), frozenset[str]())
+            if request is not None and (request.layers is None or _layer(site) in request.layers):
+                to_dump |= request.probes
+            if to_log:
+                self._to_log.add(site.name)
+            if to_dump:
+                self._to_dump.add(site.name)
+            if to_log or to_dump:
+                self._active[site.name] = (site, to_log | to_dump)
+        for site, probes in self._active.values():
+            self._hook(site, probes)
+        return bool(self._active)
+
+    def step(self, step: int) -> None:
+        """End of the step (after the last backward): takes the hooks off and hands the record over."""
+        if not self._active:
+            return
+        active, to_log, to_dump = dict(self._active), set(self._to_log), set(self._to_dump)
+        try:
+            for site, probes in active.values():
+                gains = site.gains() if "gain_share" in probes else None
+                if gains is not None:
+                    self._recorder.set_gains(site.name, *gains)
+            record = self._recorder.drain()
+            if self.dumps is not None and to_dump:
+                kept = {key: x for key, x in record.items() if key.partition("/")[0] in to_dump}
+                self.dumps.submit(step, kept, self._metadata(active))
+            if self.scalars is not None and to_log:
+                self._write_scalars(step, {k: x for k, x in record.items() if k.partition("/")[0] in to_log})
+        except Exception as error:  # a probe must not end a training job
+            log.warning("the probe record of step %s is lost (%s); training goes on", step, error)
+        finally:
+            self._unhook()
+
+    def detach(self) -> None:
+        """Take everything off the model and forget it; dumps already queued are still written."""
+        self._unhook()
+        self.sites = []
+
+    def close(self) -> None:
+        """Detach and wait for the writer thread."""
+        self.detach()
+        if self.dumps is not None:
+            self.dumps.close()
+
+    def __enter__(self) -> "ProbeSession":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------- hooks
+    def _hook(self, site: Site, probes: frozenset[str]) -> None:
+        if site.ours:
+            module = site.module
+            before = module.tap
+            module.tap = partial(self._on_stats, site.name, probes)  # type: ignore[assignment]
+            self._undo.append(partial(setattr, module, "tap", before))
+        elif "key_col_sum" in probes and _no_key_sum(site, self.world) is None:
+            handle = site.module.register_forward_pre_hook(partial(self._on_forward, site.name), with_kwargs=True)
+            self._undo.append(handle.remove)
+
+    def _unhook(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._active.clear()
+        self._to_log.clear()
+        self._to_dump.clear()
+        self._keys.clear()
+
+    def _on_stats(self, site: str, probes: frozenset[str], stats: RowStats) -> None:
+        try:
+            self._backends[site] = stats.backend
+            self._recorder.add(site, stats, probes)
+        except Exception as error:
+            log.warning("a probe of %s failed (%s); training goes on", site, error)
+
+    def _on_forward(self, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = args[1] if len(args) > 1 else kwargs.get("key")
+        if not isinstance(key, Tensor) or not torch.is_grad_enabled() or not key.requires_grad:
+            return
+        seen = self._keys.get(id(key))
+        if seen is not None and seen() is key:  # a non-reentrant recompute runs forward again on the same tensor
+            return
+        self._keys[id(key)] = weakref.ref(key)
+        handle = key.register_hook(partial(self._on_key_gradient, site))
+        self._undo.append(handle.remove)
+
+    def _on_key_gradient(self, site: str, gradient: Tensor) -> None:
+        try:
+            self._recorder.add_key_gradient(site, gradient)
+        except Exception as error:
+            log.warning("a probe of %s failed (%s); training goes on", site, error)
+
+    # -------------------------------------------------------------------------------------------- records
+    def _metadata(self, active: Mapping[str, tuple[Site, frozenset[str]]]) -> dict[str, str]:
+        reasons = {name: r for name, (site, probes) in active.items() if (r := refusals(site, probes, self.world))}
+        backends = sorted({self._backends.get(name) or self.backend or "unknown" for name in active})
+        return {
+            "dm_plugin.version": __version__,
+            "dm_plugin.world": json.dumps(self.world),
+            "dm_plugin.backend": ",".join(backends),
+            "dm_plugin.model": json.dumps(self.model_info),
+            "dm_plugin.config": json.dumps({name: sorted(probes) for name, (_, probes) in active.items()}),
+            "dm_plugin.reasons": json.dumps(reasons),
+        }
+
+    def _report(self, step: int, active: bool) -> None:
+        """Queue a status file when what this rank does about requests has changed."""
+        if self.watcher is None or self.dumps is None:
+            return
+        request = self.watcher.request
+        state = (request.id if request is not None else None, active)
+        if state == self._reported or (self._reported is None and request is None):
+            return
+        self._reported = state
+        word = "probing" if active else "waiting" if request is not None and request.action == "start" else "idle"
+        dumps, watcher = self.dumps, self.watcher
+        dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total))
+
+    def _write_scalars(self, step: int, record: Mapping[str, np.ndarray]) -> None:
+        values = scalars(record)
+        if hasattr(self.scalars, "add_scalar"):
+            for tag, value in values.items():
+                self.scalars.add_scalar(tag, value, step)
+        else:
+            self.scalars.log(values, step=step)
+
+
+def refusals(site: Site, probes: Iterable[str], world: Mapping[str, int]) -> dict[str, str]:
+    """probe -> why this site cannot give it."""
+    out: dict[str, str] = {}
+    if site.ours:
+        own = getattr(site.module, "refuse_probe", {})
+        out |= {p: text for p, text in own.items() if p in probes}
+    else:
+        kind = type(site.module).__name__
+        out |= {
+            p: f"{kind} hands out no row statistics; only its key gradient can be observed"
+            for p in probes
+            if p in TAP_ONLY
+        }
+        text = _no_key_sum(site, world)
+        if text is not None and "key_col_sum" in probes:
+            out["key_col_sum"] = text
+    if "gain_share" in probes and site.gains() is None:
+        out["gain_share"] = "the layer has no norm with gains on its queries and keys"
+    return out
+
+
+def _no_key_sum(site: Site, world: Mapping[str, int]) -> str | None:
+    """Why sum_j dK is not zero in exact arithmetic here, so that its value would be no residual."""
+    if world.get("cp_size", 1) > 1:
+        return "keys are split over context-parallel ranks, and the sum over a part of the keys is not zero"
+    if getattr(site.config, "softmax_type", "vanilla") != "vanilla":
+        return "attention sinks take a share of each row, so the sum over keys is not zero"
+    if getattr(site.config, "attn_logit_softcapping", None):
+        return "softcapped logits are not shift invariant, so the sum over keys is not zero"
+    return None
+
+
+def scalars(record: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """log10 of the median row ratio of each site, from its histogram (tags dm_plugin/{site}/{probe}_log10_median)."""
+    out: dict[str, float] = {}
+    for key, hist in record.items():
+        site, _, name = key.rpartition("/")
+        probe, _, field = name.partition(".")
+        if field == "hist" and hist.sum() > 0:
+            bin_ = int(np.searchsorted(np.cumsum(hist), (hist.sum() + 1) // 2))
+            out[f"dm_plugin/{site}/{probe}_log10_median"] = (
+                LOG10_LOW + (bin_ - 0.5) / BINS_PER_DECADE if bin_ else -math.inf
+            )
+    return out
+
+
+def _layer(site: Site) -> int | None:
+    return None if site.layer_number is None or site.name.startswith("mtp.") else site.layer_number - 1

@@ -1,0 +1,68 @@
+"""Sites: one global name a layer in every split of the model (field case A04), and gains as the norm means them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_model import Model
+from torch import nn
+
+from dm_plugin.sites import find_sites, global_name
+
+IDS = [f"decoder.layers.{i}.self_attention.core_attention" for i in range(12)]
+SPLITS = {
+    "PP=1": [range(1, 13)],
+    "PP=4": [range(1, 4), range(4, 7), range(7, 10), range(10, 13)],
+    "PP=4, last stage of 1": [range(1, 5), range(5, 9), range(9, 12), range(12, 13)],
+    "PP=2 x VPP=2": [[*range(1, 4)], [*range(7, 10)], [*range(4, 7)], [*range(10, 13)]],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_A04_twelve_layers_keep_their_ids_in_every_pipeline_split(split: str) -> None:
+    chunks = [Model(layers=list(numbers)) for numbers in SPLITS[split]]
+    assert sorted((s.name for s in find_sites(chunks)), key=IDS.index) == IDS
+    if split == "PP=2 x VPP=2":  # one rank holds two chunks
+        assert [s.name for s in find_sites(chunks[:2])] == IDS[:3] + IDS[6:9]
+
+
+def test_A04_a_prediction_layer_never_takes_a_decoder_id() -> None:
+    model = Model(layers=12)
+    mtp = Model(layers=[1]).decoder.layers[0]
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([nn.Module()])
+    model.mtp.layers[0].transformer_layer = mtp
+    names = [s.name for s in find_sites(model)]
+    assert names[:12] == IDS
+    assert names[12:] == ["mtp.layers.0.transformer_layer.self_attention.core_attention"]
+
+
+def test_wrappers_do_not_change_a_name() -> None:
+    for prefix in ("", "module.", "module.module.", "_orig_mod.module.", "module._orig_mod."):
+        assert global_name(f"{prefix}decoder.layers.0.self_attention.core_attention", 5) == IDS[4]
+    assert global_name("decoder.layers.0._orig_mod.self_attention.core_attention", 5) == IDS[4]
+    assert global_name("model.decoder.layers.0.self_attention.core_attention", None) == IDS[0]
+
+
+def test_two_layers_of_one_number_are_an_error_not_one_curve() -> None:
+    with pytest.raises(ValueError, match=r"both named decoder\.layers\.0"):
+        find_sites(Model(layers=[1, 1]))
+
+
+@pytest.mark.parametrize("flag_on_norm", [True, False])
+def test_a_zero_centred_gain_is_found_on_the_norm_or_on_the_config(flag_on_norm: bool) -> None:
+    model = Model(layers=1)
+    attention = model.decoder.layers[0].self_attention
+    attention.config = SimpleNamespace(layernorm_zero_centered_gamma=not flag_on_norm)
+    if flag_on_norm:
+        attention.q_layernorm.zero_centered_gamma = True
+    (site,) = find_sites(model)
+    assert site.zero_centered
+    assert torch.equal(site.gains()[0], torch.full((8,), 2.0))
+
+
+def test_a_layer_without_norms_has_no_gains() -> None:
+    model = Model(layers=1)
+    model.decoder.layers[0].self_attention.q_layernorm = nn.Identity()
+    (site,) = find_sites(model)
+    assert site.gains() is None
