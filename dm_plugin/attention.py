@@ -63,12 +63,14 @@ def dm_attn_func(
         raise ValueError(f"causal_offset={causal_offset} was given with causal=False; drop it or set causal=True")
     offset = (k.shape[1] - q.shape[1] if causal_offset is None else causal_offset) if causal else None
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    if not math.isfinite(scale):
+    if softmax_scale is not None and not math.isfinite(scale):
         raise ValueError(
             f"softmax_scale={softmax_scale} is not finite; give a finite number or None for 1/sqrt(head_dim)"
         )
     asked = describe(q, k, v, causal=causal, mode=mode, fmt=record, accumulate=accumulate)
-    chosen, _ = resolve_impl(asked, impl)
+    chosen, _ = (choose_impl if torch.compiler.is_compiling() else resolve_impl)(
+        asked, impl
+    )  # no logging inside a graph
     if q.numel() == 0 or k.numel() == 0:
         return _no_keys(q, k, v)
     call = reference.Call(record, scale, offset, mode, accumulate)  # type: ignore[arg-type]
@@ -81,7 +83,14 @@ def dm_attn_func(
 
 @lru_cache(maxsize=256)
 def resolve_impl(call: AttnCall, impl: str = "auto") -> tuple[str, str]:
-    """(backend, reason) for a request; decided and logged once a distinct request.
+    """(backend, reason) for a request; decided and logged once a distinct request. Raises as choose_impl does."""
+    chosen, reason = choose_impl(call, impl)
+    log.info("attention backend %s (%s), mode %s, format %s", chosen, reason, call.mode, get_format(call.fmt).name)
+    return chosen, reason
+
+
+def choose_impl(call: AttnCall, impl: str = "auto") -> tuple[str, str]:
+    """(backend, reason) for a request.
 
     Raises ValueError if the named backend cannot run it, RuntimeError if `auto` finds no kernel for a CUDA tensor: `auto` never picks
     the reference for a CUDA job, which would be a silent slow-down of 1000x.
@@ -101,7 +110,6 @@ def resolve_impl(call: AttnCall, impl: str = "auto") -> tuple[str, str]:
         if impl == "auto" and call.device == "cuda" and why_not(call, "reference") is None:
             raise RuntimeError(f"{problem}; impl='reference' runs the slow simulation if that is what you want")
         raise ValueError(problem)
-    log.info("attention backend %s (%s), mode %s, format %s", chosen, reason, call.mode, get_format(call.fmt).name)
     return chosen, reason
 
 

@@ -101,15 +101,17 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
 def find_dumps(out: Path | str) -> list[DumpFile]:
     """The dumps below a folder in order of step and rank, the newest attempt of each."""
     best: dict[tuple[int, int], tuple[int, Path]] = {}
-    for folder in Path(out).glob("iter_*"):
-        step = _STEP.fullmatch(folder.name)
-        for path in folder.iterdir() if step and folder.is_dir() else ():
-            name = _FILE.fullmatch(path.name)
-            if step and name:
-                key, attempt = (int(step[1]), int(name[1])), int(name[2] or 0)
-                if attempt >= best.get(key, (-1, path))[0]:
-                    best[key] = attempt, path
+    for path in Path(out).glob("iter_*/rank_*.safetensors"):
+        name = parse_name(path)
+        if name is not None and name[2] >= best.get(name[:2], (-1, path))[0]:
+            best[name[:2]] = name[2], path
     return [DumpFile(step, rank, path) for (step, rank), (_, path) in sorted(best.items())]
+
+
+def parse_name(path: Path) -> tuple[int, int, int] | None:
+    """(step, rank, attempt) of .../iter_0000100/rank_00003[.1].safetensors, None for another name."""
+    step, file = _STEP.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
+    return (int(step[1]), int(file[1]), int(file[2] or 0)) if step and file else None
 
 
 def read_file(path: Path | str) -> tuple[dict[str, str], dict[str, np.ndarray]]:

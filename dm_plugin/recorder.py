@@ -92,7 +92,9 @@ def _fields(s: RowStats, wanted: frozenset[str]) -> dict[str, Tensor]:
     if "key_col_sum" in wanted and s.key_col_sum is not None and s.key_abs_sum is not None:
         out |= _prefixed("key_col_sum", residuals.key_col_sum(s.key_col_sum, s.key_abs_sum))
     if "max_logit" in wanted and s.max_logit is not None:
-        out["max_logit.max"] = s.max_logit.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).amax(0)
+        out["max_logit.max"] = (
+            s.max_logit.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).amax(0)
+        )
     if "entropy" in wanted and s.entropy is not None:
         finite = torch.isfinite(s.entropy)
         out["entropy.num"] = residuals.per_head(s.entropy.masked_fill(~finite, 0.0))

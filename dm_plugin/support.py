@@ -38,7 +38,8 @@ def describe(q: Any, k: Any, v: Any, **options: Any) -> AttnCall:
     if q.device.type == "cuda":
         import torch
 
-        arch = torch.cuda.get_device_capability(q.device)
+        properties = torch.cuda.get_device_properties(q.device)  # a constant under torch.compile
+        arch = (properties.major, properties.minor)
     return AttnCall(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),

@@ -1,0 +1,132 @@
+"""What a person sees of an A/B run: bars with time left on a terminal, plain lines elsewhere, and the table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ab import Arm
+
+QUIET_SECONDS = 20.0  # between plain lines of one run
+COLUMNS = (
+    (
+        "row before cast",
+        "row_sum_pre.median",
+        "median over rows of |sum_j dS_ij| / sum_j |dS_ij| before the FP8 cast of dS",
+    ),
+    ("row after cast", "row_sum_post.median", "the same after the cast"),
+    ("key column", "key_col_sum.ratio", "sum_c |sum_j dK_jc| / sum_jc |dK_jc|, all layers"),
+    ("top gain", "gain_share.top1", "largest share that one channel holds of sum_c (g_q,c g_k,c)^2 in any layer"),
+    ("max logit", "max_logit.max", "largest scaled logit in any layer"),
+)
+
+
+@contextmanager
+def progress(arms: Sequence[Arm], steps: int) -> Iterator[Callable[[Sequence[Arm]], None]]:
+    """Yields show(arms), to be called often."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    if not Console().is_terminal:
+        yield _plain(steps)
+        return
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bars:
+        tasks = {arm.name: bars.add_task(arm.name, total=steps, loss="", start=False) for arm in arms}
+
+        def show(now: Sequence[Arm]) -> None:
+            for arm in now:
+                if arm.process is not None:
+                    bars.start_task(tasks[arm.name])
+                    loss = arm.last.get("loss")
+                    words = f"loss {loss:.3f}" if loss is not None else "starting"
+                    bars.update(tasks[arm.name], completed=arm.done, loss=words)
+                    if arm.code is not None:
+                        bars.stop_task(tasks[arm.name])
+
+        yield show
+
+
+def _plain(steps: int) -> Callable[[Sequence[Arm]], None]:
+    said: dict[str, object] = {}
+    last = [time.monotonic()]
+
+    def show(arms: Sequence[Arm]) -> None:
+        for arm in arms:
+            state = (
+                "finished"
+                if arm.code == 0
+                else "failed"
+                if arm.code
+                else "started"
+                if arm.process is not None
+                else None
+            )
+            if state is not None and said.get(arm.name) != state:
+                said[arm.name] = state
+                print(f"{arm.name}: {state}", flush=True)
+        if time.monotonic() - last[0] >= QUIET_SECONDS:
+            last[0] = time.monotonic()
+            parts = [
+                f"{a.name} {a.done}/{steps}{_left(a, steps)}" for a in arms if a.process is not None and a.code is None
+            ]
+            print("  ".join(parts), flush=True)
+
+    return show
+
+
+def _left(arm: Arm, steps: int) -> str:
+    spent = time.monotonic() - arm.began
+    return f" ({spent / arm.done * (steps - arm.done):.0f} s left)" if arm.done > 2 else ""
+
+
+def print_table(payload: dict[str, Any]) -> None:
+    """One row an arm from the report's payload; every column is defined below it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    arms = payload["arms"]
+    base = next((a["curve"]["tail"] for a in arms if a["name"] == "bf16" and a["curve"]), None)
+    table = Table(
+        "arm",
+        "loss (tail)",
+        "gap to bf16",
+        *(name for name, _, _ in COLUMNS),
+        title=payload["title"],
+        title_justify="left",
+    )
+    for arm in arms:
+        tail = arm["curve"]["tail"] if arm["curve"] else None
+        gap = "-" if tail is None or base is None or arm["name"] == "bf16" else f"{tail - base:+.4f}"
+        values = [arm["overall"].get(key) for _, key, _ in COLUMNS]
+        table.add_row(arm["label"], "-" if tail is None else f"{tail:.4f}", gap, *map(_number, values))
+    console.print(table)
+    n = next((a["curve"]["tailSteps"] for a in arms if a["curve"]), 0)
+    console.print(f"loss (tail): median of the last {n} steps; gap: minus that of the bf16 arm, same seed and data")
+    for name, _, definition in COLUMNS:
+        console.print(f"{name}: {definition}; latest quarter of the probed steps")
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "-"
+    return f"{x:.1e}" if 0 < abs(x) < 1e-2 else f"{x:.3g}"

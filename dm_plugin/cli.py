@@ -1,0 +1,345 @@
+"""dm-plugin: review dumps, compare runs, run A/B arms, ask a running job for probes.
+
+    dm-plugin show RUN            dm-plugin compare A B --fail-above row_sum_pre=2        dm-plugin report RUN -o page.html
+    dm-plugin ab examples/ab/tiny.yaml        dm-plugin probe start RUN --steps 50 --layers 17-24        dm-plugin doctor
+
+Exit codes: 0 fine, 1 a threshold was crossed or an arm failed, 2 the input cannot be used. Reviewing needs numpy and the extra `review`,
+never torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:  # the entry point exists without the extra
+    sys.exit(f"dm-plugin needs {missing.name}, which is not installed; run pip install 'dm-plugin[review]'")
+
+app = typer.Typer(
+    help=__doc__.split("\n")[0], no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+probe_app = typer.Typer(help="Start, stop or look at the probes of a running job.", no_args_is_help=True)
+app.add_typer(probe_app, name="probe")
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Dumps = Annotated[
+    list[Path], typer.Argument(help="A dump file, a dumps folder, an arm folder or a run folder with arms.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Exit 0 although some files were left out.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.command()
+def show(
+    dumps: Dumps,
+    site: Annotated[str | None, typer.Option(help="Only sites whose name contains this.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step; default: all probed steps.")] = None,
+    probe: Annotated[
+        str | None, typer.Option(help="One probe (row_sum, key_col_sum, ...) or measure (row_sum_pre.p90).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of tables.")] = False,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Print what the dumps hold: one row a layer, medians over the probed steps, every column defined below its table."""
+    from .review.collect import collect
+    from .review.compare import SHOWN
+    from .review.measure import MEASURES, select
+
+    arms, problems = _discover(dumps)
+    try:
+        measures = select(probe) if probe else [MEASURES[k] for k in SHOWN]
+    except ValueError as error:
+        _stop(str(error))
+    records: list[dict[str, Any]] = []
+    for arm in arms:
+        data = collect(arm, measures, steps=None if step is None else (lambda s: s == step))
+        problems += data.reader.problems
+        if step is not None and not data.first:
+            _stop(f"{arm.path} has no dump of step {step}; its steps are {_span([f.step for f in arm.files])}")
+        sites = [s for s in data.sites if site is None or site in s]
+        if site is not None and not sites:
+            _stop(f"{arm.path} has no site whose name contains {site!r}; it has {', '.join(data.sites[:3])}, ...")
+        rows = {m.key: _median(data.values[m.key], [data.sites.index(s) for s in sites]) for m in measures}
+        records += [
+            {"arm": arm.name, "site": s, "steps": len(data.first), **{k: _number(v[i]) for k, v in rows.items()}}
+            for i, s in enumerate(sites)
+        ]
+        if not (as_json or as_csv):
+            _show_table(arm.label, data.backend, data.first, sites, measures, rows)
+    if as_json:
+        for record in records:
+            print(json.dumps(record))
+    elif as_csv and records:
+        writer = csv.DictWriter(sys.stdout, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+    _finish(problems, skip_bad)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="The base: a dumps folder or an arm folder.")],
+    b: Annotated[Path, typer.Argument(help="What is compared with it.")],
+    fail_above: Annotated[
+        list[str] | None, typer.Option(help="PROBE=FACTOR: exit 1 if B / A exceeds FACTOR anywhere; may be repeated.")
+    ] = None,
+) -> None:
+    """Compare two runs at the same sites and steps; exit 1 when a threshold is crossed."""
+    from .dump import DumpError
+    from .review import compare as cmp
+
+    try:
+        limits = cmp.thresholds(fail_above or [])
+        (arms_a, bad_a), (arms_b, bad_b) = _discover([a]), _discover([b])
+        if len(arms_a) != 1 or len(arms_b) != 1:
+            many = a if len(arms_a) != 1 else b
+            raise ValueError(f"{many} holds several arms; compare takes one on each side, for example {many}/matched")
+        result = cmp.compare(arms_a[0], arms_b[0], cmp.keys_for(limits))
+    except (DumpError, ValueError) as error:
+        _stop(str(error))
+    for problem in [*bad_a, *bad_b]:
+        err.print(f"[yellow]left out:[/] {problem}")
+    out.print(
+        f"A: {arms_a[0].label} ({a})\nB: {arms_b[0].label} ({b})\n{len(result.steps)} common steps {_span(result.steps)}"
+    )
+    for key in cmp.keys_for(limits):
+        lines = [x for x in result.lines if x.measure.key == key]
+        if lines:
+            table = Table(
+                "site",
+                "A",
+                "B",
+                "B / A",
+                title=lines[0].measure.label,
+                title_justify="left",
+                caption=lines[0].measure.definition,
+            )
+            for x in sorted(lines, key=lambda x: -x.factor):
+                table.add_row(_site(x.site), _fmt(x.a), _fmt(x.b), _fmt(x.factor))
+            out.print(table)
+    for name, sites in (("A", result.only_a), ("B", result.only_b)):
+        if sites:
+            out.print(f"only in {name}: {', '.join(map(_site, sites))}")
+    found = cmp.crossed(result, limits)
+    for line, limit in found:
+        out.print(
+            f"[bold red]crossed[/] {line.measure.key} at {_site(line.site)}: B / A = {_fmt(line.factor)}, allowed {limit:g}"
+        )
+    if limits and not found:
+        out.print(f"no threshold crossed ({', '.join(f'{k} <= {v:g}' for k, v in limits.items())})")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def report(
+    dumps: Dumps,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("page.html"),
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Write one self-contained HTML page: no network, opens anywhere."""
+    arms, problems = _discover(dumps)
+    try:
+        size = write_report(
+            arms, problems, output, title or f"Attention residuals: {', '.join(p.name or str(p) for p in dumps)}"
+        )
+    except ModuleNotFoundError as error:
+        _stop(f"report needs {error.name}, which is not installed; run pip install 'dm-plugin[review]'")
+    except OSError as error:
+        _stop(f"{output} cannot be written ({error.strerror}); choose another place with -o")
+    out.print(f"wrote {output} ({size / 1024:.0f} KiB, {len(arms)} arm{'s' if len(arms) != 1 else ''})")
+    _finish(problems, skip_bad)
+
+
+def write_report(arms: Sequence[Any], problems: list[Any], output: Path, title: str) -> int:
+    """Build and write the page, with progress on a terminal; returns its size in bytes."""
+    from rich.progress import Progress
+
+    from .review.report import build_payload, render, write_page
+
+    steps = sum(len({f.step for f in arm.files}) for arm in arms)
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("reading dumps", total=steps or None)
+        payload = build_payload(arms, problems, title=title, tick=lambda: bar.advance(task))
+    text = render(payload)
+    write_page(output, text)
+    return len(text.encode())
+
+
+@app.command()
+def ab(
+    config: Annotated[Path, typer.Argument(help="YAML with the arms, for example examples/ab/tiny.yaml.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Run folder; default: the config's `out`.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Train on this text instead of the config's.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run just this arm; may be repeated.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints of an interrupted run.")] = False,
+) -> None:
+    """Train the arms of a comparison, then print the table and write the page."""
+    from . import ab as runner
+
+    try:
+        code = runner.run(config, out=output, text=text, only=only, resume=resume)
+    except (ValueError, OSError) as error:
+        _stop(str(error))
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    head_dim: Annotated[int, typer.Option(help="Head dim to ask about.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Dtype to ask about.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Say what is installed and which attention backend would run, or why not."""
+    from . import doctor as doc
+
+    findings = [*doc.packages(), *doc.backends(head_dim, dtype)]
+    if as_json:
+        print(json.dumps([vars(f) for f in findings], indent=1))
+    else:
+        table = Table("", "found", "", title=f"dm_plugin {findings[0].found}", title_justify="left")
+        for f in findings:
+            mark = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]-[/]"}[f.ok]
+            table.add_row(f.what, f"{mark} {f.found}", f.remark)
+        out.print(table)
+    raise typer.Exit(1 if any(f.ok is False for f in findings) else 0)
+
+
+# ------------------------------------------------------------------------------------------------ probe
+Run = Annotated[Path, typer.Argument(help="The running job's control folder (where its probe_request.json goes).")]
+
+
+@probe_app.command("start")
+def probe_start(
+    run: Run,
+    steps: Annotated[int | None, typer.Option(help="How many steps; default: until stopped.")] = None,
+    start_step: Annotated[int | None, typer.Option(help="First step; default: the next one each rank reaches.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Global layer numbers from 0, like 0-3,17; default: all.")] = None,
+    probes: Annotated[str | None, typer.Option(help="Comma-separated probes; default: all.")] = None,
+) -> None:
+    """Ask the job to probe its next steps."""
+    wanted = [p.strip() for p in probes.split(",")] if probes else None
+    _send(run, "start", steps=steps, start_step=start_step, layers=layers, probes=wanted)
+
+
+@probe_app.command("stop")
+def probe_stop(run: Run) -> None:
+    """Ask the job to stop probing."""
+    _send(run, "stop")
+
+
+@probe_app.command("status")
+def probe_status(run: Run) -> None:
+    """Show the request and what each rank made of it."""
+    from . import control
+
+    request, ranks = control.status(run)
+    out.print(f"request: {json.dumps(request) if request else 'none'}")
+    table = Table("rank", "state", "at step", "request", "written", "lost")
+    for r in ranks:
+        table.add_row(*(str(r.get(k)) for k in ("rank", "state", "step", "request", "written", "lost")))
+    out.print(table if ranks else "no rank has reported yet")
+
+
+def _send(run: Path, action: str, **options: Any) -> None:
+    from . import control
+
+    if not run.is_dir():
+        _stop(f"{run} is not a folder; give the control folder of the running job")
+    try:
+        request = control.send(run, action, **options)
+    except ValueError as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{run} cannot be written ({error.strerror}); the job was not asked")
+    out.print(f"asked the job in {run} to {action} (request {request.id}); ranks look at the start of their next step")
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+def _discover(paths: Sequence[Path]) -> tuple[list[Any], list[Any]]:
+    from .dump import DumpError
+    from .review.runs import discover
+
+    problems: list[Any] = []
+    try:
+        return discover(paths, problems), problems
+    except DumpError as error:
+        _stop(str(error))
+
+
+def _stop(text: str) -> NoReturn:
+    err.print(f"dm-plugin: {text}", soft_wrap=True, markup=False)
+    raise typer.Exit(2)
+
+
+def _finish(problems: Sequence[Any], skip_bad: bool) -> None:
+    for problem in problems:
+        err.print(f"left out: {problem}", soft_wrap=True, markup=False)
+    if problems and not skip_bad:
+        raise typer.Exit(2)
+
+
+def _show_table(
+    label: str, backend: str, steps: list[int], sites: list[str], measures: Sequence[Any], rows: dict[str, list[float]]
+) -> None:
+    kept = [m for m in measures if any(math.isfinite(x) for x in rows[m.key])]
+    table = Table(
+        "site",
+        *(m.label for m in kept),
+        title=f"{label}: {backend or 'backend not stated'}, {len(steps)} probed steps {_span(steps)}",
+        title_justify="left",
+    )
+    for i, site in enumerate(sites):
+        table.add_row(_site(site), *(_fmt(rows[m.key][i]) for m in kept))
+    out.print(table)
+    for m in kept:
+        out.print(f"  [bold]{m.label}[/]: median over steps of {m.definition}", soft_wrap=True)
+
+
+def _median(values: Any, columns: list[int]) -> list[float]:
+    import numpy as np
+
+    picked = values[:, columns]
+    return [float(np.median(c[np.isfinite(c)])) if np.isfinite(c).any() else math.nan for c in picked.T]
+
+
+def _number(x: float) -> float | None:
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def _fmt(x: float) -> str:
+    if not math.isfinite(x):
+        return "-" if math.isnan(x) else "inf"
+    return "0" if x == 0 else f"{x:.2e}" if abs(x) < 1e-2 or abs(x) >= 1e5 else f"{x:.3g}"
+
+
+def _span(steps: Iterable[int]) -> str:
+    known = sorted(set(steps))
+    return f"{known[0]}-{known[-1]}" if known else "none"
+
+
+def _site(name: str) -> str:
+    from .review.verdict import short_site
+
+    return short_site(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What Megatron-Core needs to run on a machine without a GPU, in one place. Used by the examples and the tests alone.
+
+    with megatron_on_cpu(tp=1, cp=1): ...        process groups over gloo, torch.cuda calls of the training path redirected
+
+Megatron asks torch.cuda for the current device, streams and random states even where every tensor is on the CPU. The redirections below
+are the measured list for megatron-core 0.16 and 0.19; none of them touches arithmetic.
+"""
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _NoStream:
+    """Stands in for a CUDA stream: every method does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def redirect_cuda() -> None:
+    """Point the torch.cuda calls of Megatron's training path at the CPU. Call once, before a model is built."""
+    import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *args, **kwargs: _NoStream()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+    def on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+        return torch.cat([chunks[cp_group.rank()], chunks[2 * cp_group.size() - 1 - cp_group.rank()]], dim=seq_dim)
+
+    rope_utils.get_pos_emb_on_this_cp_rank = rotary.get_pos_emb_on_this_cp_rank = on_this_cp_rank
+
+
+@contextmanager
+def megatron_on_cpu(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterator[None]:
+    """Initialise torch.distributed (gloo) and Megatron's parallel state for CPU tensors; one process unless launched by torchrun."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    dist.init_process_group("gloo")
+    redirect_cuda()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+    )
+    torch.manual_seed(seed)
+    # the inference tracker's fork() is a null context: there is no CUDA random state to keep
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
+    try:
+        yield
+    finally:
+        dist.barrier()  # gloo now and then aborts at exit without it
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def gpt(
+    vocab: int = 256,
+    tokens: int = 256,
+    layers: int = 4,
+    width: int = 256,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    ffn: int = 512,
+    tp: int = 1,
+    cp: int = 1,
+    recompute: str = "none",
+    dtype: torch.dtype = torch.float32,
+    edit_spec: Any = None,
+    **config: Any,
+) -> Any:
+    """A Megatron-Core GPTModel on the CPU: RMSNorm, QK norm, RoPE, SwiGLU, GQA. edit_spec: layer spec -> layer spec."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    more: dict[str, Any] = {
+        "none": {},
+        "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[recompute]
+    settings = TransformerConfig(
+        num_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        kv_channels=head_dim,
+        ffn_hidden_size=ffn,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        **more,
+        **config,
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=spec if edit_spec is None else edit_spec(spec),
+        vocab_size=vocab,
+        max_sequence_length=tokens,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def causal_mask(tokens: int) -> torch.Tensor:
+    """[1, 1, T, T], True where a key is hidden: Megatron's own attention needs it spelled out."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)[None, None]

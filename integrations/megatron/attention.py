@@ -1,0 +1,175 @@
+"""DMDotProductAttention: dm_attn_func behind Megatron-Core's core_attention contract.
+
+    query [Tq, B, H/tp, D], key and value [Tk, B, G/tp, D]  ->  [Tq, B, H/tp * D]
+
+No parameters and no buffers, so checkpoints carry nothing of it; the `_extra_state` that Transformer Engine's attention saves is accepted
+and dropped. What cannot be right is refused when the layer is built, or at the first call that asks for it.
+"""
+
+import weakref
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from dm_plugin.attention import Tap, dm_attn_func
+from dm_plugin.delta import MODES
+from dm_plugin.formats import Format, get_format
+
+from .context import attend_over_context
+
+_CAUSAL = (AttnMaskType.causal,)
+_FULL = (AttnMaskType.no_mask,)
+
+
+class DMDotProductAttention(MegatronModule):
+    """FP8 attention as a Megatron core attention (constructor and forward as DotProductAttention's).
+
+    dm_mode, dm_fmt, dm_impl: class attributes; `configured(...)` makes a class with others. `tap`: set by a ProbeSession.
+    Raises ValueError in one sentence for a configuration that it cannot run.
+    """
+
+    supports_tap = True
+    dm_mode = "matched"
+    dm_fmt: str | Format = "sm90"
+    dm_impl = "auto"
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        num_splits: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        reason = why_not_layer(config, attn_mask_type, attention_type, attention_dropout, k_channels, v_channels)
+        if reason:
+            raise ValueError(f"layer {layer_number}: {reason}")
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        dim = k_channels or config.kv_channels
+        self.softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
+        if getattr(config, "apply_query_key_layer_scaling", False):
+            self.softmax_scale /= self.layer_number
+        self.cp_group = getattr(pg_collection, "cp", None)
+        if config.context_parallel_size > 1 and self.cp_group is None:
+            raise ValueError(
+                f"layer {layer_number}: context parallelism needs pg_collection.cp; pass Megatron's process groups"
+            )
+        self.tap: Tap | None = None
+        self.refuse_probe: dict[str, str] = {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **extra: Any,
+    ) -> Tensor:
+        """[Tq, B, H, D] and [Tk, B, G, D] -> [Tq, B, H * D]. Raises ValueError for packed sequences, a bias, or a mask of another kind."""
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        _check_call(kind, attention_mask, attention_bias, packed_seq_params, query, key)
+        options = {"mode": self.dm_mode, "fmt": self.dm_fmt, "impl": self.dm_impl, "softmax_scale": self.softmax_scale}
+        causal = kind in _CAUSAL
+        if self.cp_group is not None and self.cp_group.size() > 1:
+            o = attend_over_context(query, key, value, self.cp_group, causal, self.tap, options)
+        else:
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            o = dm_attn_func(q, k, v, causal, tap=self.tap, **options).transpose(0, 1)  # type: ignore[arg-type]
+        return o.reshape(*o.shape[:2], -1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's FP8 history: nothing here reads it
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@lru_cache(maxsize=64)
+def configured(mode: str = "matched", fmt: str | Format = "sm90", impl: str = "auto") -> type[DMDotProductAttention]:
+    """The class with a delta mode, an operand format and a backend. Raises ValueError for unknown names."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is not a delta; use one of {', '.join(MODES)}")
+    get_format(fmt)
+    return type("DMDotProductAttention", (DMDotProductAttention,), {"dm_mode": mode, "dm_fmt": fmt, "dm_impl": impl})
+
+
+def why_not_layer(
+    config: Any,
+    mask: AttnMaskType,
+    attention_type: str,
+    dropout: float | None,
+    k_channels: int | None,
+    v_channels: int | None,
+) -> str | None:
+    """Why this layer cannot use dm_plugin's attention, or None."""
+    asked = config.attention_dropout if dropout is None else dropout
+    if asked:
+        return f"attention_dropout={asked} is not supported by dm_plugin (0); set --attention-dropout 0"
+    if mask not in _CAUSAL + _FULL:
+        return f"attention mask type {mask.name} is not supported by dm_plugin (causal, no_mask); use the stock attention for this layer"
+    if attention_type not in ("self", "cross"):
+        return f"attention_type={attention_type!r} is not supported by dm_plugin (self, cross)"
+    if k_channels != v_channels and None not in (k_channels, v_channels):
+        return f"k_channels={k_channels} and v_channels={v_channels} differ, which dm_plugin does not support; use the stock attention"
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        return f"softmax_type={config.softmax_type!r} is not supported by dm_plugin ('vanilla'); sinks change what a row sums to"
+    if getattr(config, "window_size", None):
+        return f"window_size={config.window_size} is not supported by dm_plugin (none); use the stock attention for windowed layers"
+    if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
+        return "qk_clip and log_max_attention_logit are not supported by dm_plugin yet; turn them off (probes report max_logit)"
+    return None
+
+
+def _check_call(
+    kind: AttnMaskType, mask: Tensor | None, bias: Tensor | None, packed: Any, query: Tensor, key: Tensor
+) -> None:
+    if packed is not None:
+        raise ValueError(
+            "packed_seq_params was given: packed sequences are not supported by dm_plugin yet, and reading them as one causal sequence "
+            "would let documents see each other; unpack them or use the stock attention"
+        )
+    if bias is not None:
+        raise ValueError("attention_bias was given and is not supported by dm_plugin; use the stock attention")
+    if kind not in _CAUSAL + _FULL:
+        raise ValueError(
+            f"attn_mask_type {kind.name} is not supported by dm_plugin (causal, no_mask); use the stock attention"
+        )
+    if mask is not None and not _is_plain(mask, kind in _CAUSAL, query.shape[0], key.shape[0]):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} hides other keys than {kind.name} does (reset_attention_mask, packing or padding); dm_plugin "
+            "would ignore it, so unpack the documents or use the stock attention"
+        )
+
+
+_known_masks: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
+
+
+def _is_plain(mask: Tensor, causal: bool, t_q: int, t_k: int) -> bool:
+    """Is this boolean mask (True: hidden) just the causal one (or empty)? Compared once for each mask tensor, not once a layer."""
+    known = _known_masks.get(id(mask))
+    if known is not None and known[0]() is mask and known[1] == mask._version:
+        return known[2]
+    if mask.dtype != torch.bool or mask.shape[-2:] != (t_q, t_k):
+        return False
+    hidden = (
+        torch.ones(t_q, t_k, dtype=torch.bool, device=mask.device).triu(1 + t_k - t_q)
+        if causal
+        else mask.new_zeros(t_q, t_k)
+    )
+    plain = bool((mask == hidden).all())
+    _known_masks.clear()
+    _known_masks[id(mask)] = weakref.ref(mask), mask._version, plain
+    return plain

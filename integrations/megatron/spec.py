@@ -1,0 +1,69 @@
+"""Put dm_plugin's attention into a Megatron layer spec.
+
+Works on a layer's ModuleSpec, on TransformerBlockSubmodules (whose layer specs are often one shared object) and on any spec that holds
+such layers, HybridStack's included: every `core_attention` slot below it is replaced, in a copy. Which layers use it is decided when a
+layer is built, from its global layer number, so a choice of layers means the same in every pipeline split.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from dm_plugin.control import parse_layers
+from dm_plugin.formats import Format
+
+from .attention import configured
+
+
+def with_dm_attention(
+    spec: Any,
+    layers: Iterable[int] | str | None = None,
+    mode: str = "matched",
+    fmt: str | Format = "sm90",
+    impl: str = "auto",
+) -> Any:
+    """A copy of `spec` with our core attention in the given layers (global, from 0; numbers or text like "0-11,20"; None: all).
+
+    The other layers keep what the spec had. Raises ValueError when the spec has no core_attention slot.
+    """
+    chosen = parse_layers(layers) if isinstance(layers, str) else None if layers is None else frozenset(layers)
+    spec = copy.deepcopy(spec)
+    if not _replace(spec, configured(mode, fmt, impl), chosen, set()):
+        raise ValueError(
+            "the spec has no core_attention slot; dm_plugin replaces that of self- and cross-attention layers"
+        )
+    return spec
+
+
+def _replace(node: Any, core: type, layers: frozenset[int] | None, seen: set[int]) -> int:
+    """Set every core_attention slot below a spec; returns how many."""
+    if isinstance(node, (list, tuple)):
+        return sum(_replace(x, core, layers, seen) for x in node)
+    if id(node) in seen or isinstance(node, type) or not is_dataclass(node):
+        return 0
+    seen.add(id(node))
+    count = 0
+    for field in fields(node):
+        value = getattr(node, field.name, None)
+        if field.name == "core_attention" and value is not None:
+            setattr(node, field.name, core if layers is None else _by_layer(core, value, layers))
+            count += 1
+        else:
+            count += _replace(value, core, layers, seen)
+    return count
+
+
+def _by_layer(ours: type, stock: Any, layers: frozenset[int]) -> type:
+    """A class whose instances are ours in `layers` and the stock attention elsewhere (a class, since builders accept classes)."""
+
+    def new(cls: type, *args: Any, layer_number: int, **kwargs: Any) -> Any:
+        if layer_number - 1 in layers:
+            return ours(*args, layer_number=layer_number, **kwargs)
+        if isinstance(stock, type):
+            return stock(*args, layer_number=layer_number, **kwargs)
+        from megatron.core.transformer.spec_utils import build_module
+
+        return build_module(stock, *args, layer_number=layer_number, **kwargs)
+
+    return type("CoreAttentionByLayer", (), {"__new__": new})
