@@ -11,7 +11,7 @@ An arm is any training command that writes {arm}/train.jsonl (one JSON object a 
     arms:
       matched: {label: ..., description: ..., args: ["--attention", "matched"]}
 
-The tail loss is the median of the last tenth of the steps. Neither torch nor Megatron is imported here: arms live in their own processes.
+Neither torch nor Megatron is imported here: arms live in their own processes.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Arm:
         """Read new lines of train.jsonl and the exit code."""
         path = self.folder / "train.jsonl"
         if path.exists():
+            if path.stat().st_size < self._offset:  # a resumed arm dropped the lines of steps that it runs again
+                self._offset, self.last = 0, {}
             with open(path, "rb") as file:
                 file.seek(self._offset)
                 new = file.read()
@@ -131,8 +133,9 @@ def load(
         if not isinstance(body, dict):
             raise ValueError(f"{label} is {body!r}; it must be a mapping with {', '.join(sorted(_ARM))}")
         _known(body, _ARM, label)
-        command = list(body.get("command") or tree.get("command") or []) + list(body.get("args") or [])
-        if not command or not all(isinstance(x, (str, int, float)) for x in command):
+        base = list(body.get("command") or tree.get("command") or [])
+        command = base + list(body.get("args") or [])
+        if not base or not all(isinstance(x, (str, int, float)) for x in command):
             raise ValueError(f"{label} has no command; give `command` at the top or in the arm, a list of words")
         if only and name not in only:
             continue
@@ -171,7 +174,13 @@ def run(
     for arm in plan.arms:
         if not resume and (arm.folder / "train.jsonl").exists():
             raise ValueError(f"{arm.folder} already holds a run; pass --resume to go on, or -o for another folder")
-    interrupted = _execute(plan)
+    # a terminate request (a batch system, a closed terminal) ends the run as Ctrl-C does
+    before = [(s, signal.signal(s, signal.default_int_handler)) for s in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        interrupted = _execute(plan)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
     failed = [arm for arm in plan.arms if arm.code not in (0, None) and not interrupted]
     for arm in failed:
         tail = (arm.folder / "log.txt").read_text(errors="replace").splitlines()[-8:]
@@ -207,15 +216,26 @@ def _execute(plan: Plan) -> bool:
                 show(plan.arms)
                 running = [arm for arm in running if arm.code is None]
         except KeyboardInterrupt:
-            for arm in running:
-                if arm.process is not None:
-                    arm.process.send_signal(signal.SIGINT)
-            for arm in running:
-                if arm.process is not None:
-                    arm.code = arm.process.wait()
+            _stop(running)
             return True
         show(plan.arms)
     return False
+
+
+def _stop(running: Sequence[Arm]) -> None:
+    """Ask the arms to save and leave, and wait for them; a second Ctrl-C ends them at once."""
+    processes = [arm.process for arm in running if arm.process is not None]
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    try:
+        for process in processes:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for arm in running:
+        arm.poll()
 
 
 def _start(arm: Arm) -> None:
@@ -254,7 +274,7 @@ def _summarise(plan: Plan) -> None:
     payload = build_payload(arms, problems, title=plan.title)
     page = plan.out / "page.html"
     write_page(page, render(payload))
-    print_table(payload)
+    print_table(payload, arms)
     print(f"\npage: {page}")
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from .ab import Arm
 
@@ -98,32 +100,45 @@ def _left(arm: Arm, steps: int) -> str:
     return f" ({spent / arm.done * (steps - arm.done):.0f} s left)" if arm.done > 2 else ""
 
 
-def print_table(payload: dict[str, Any]) -> None:
-    """One row an arm from the report's payload; every column is defined below it."""
+def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> None:
+    """One row an arm from the report's payload and the arms' training curves; every column is defined below it."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    arms = payload["arms"]
-    base = next((a["curve"]["tail"] for a in arms if a["name"] == "bf16" and a["curve"]), None)
-    table = Table(
-        "arm",
-        "loss (tail)",
-        "gap to bf16",
-        *(name for name, _, _ in COLUMNS),
-        title=payload["title"],
-        title_justify="left",
-    )
-    for arm in arms:
-        tail = arm["curve"]["tail"] if arm["curve"] else None
-        gap = "-" if tail is None or base is None or arm["name"] == "bf16" else f"{tail - base:+.4f}"
-        values = [arm["overall"].get(key) for _, key, _ in COLUMNS]
-        table.add_row(arm["label"], "-" if tail is None else f"{tail:.4f}", gap, *map(_number, values))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    base = arms[0]
+    gap_name = f"gap to {base.name}"
+    table = Table("arm", "loss", gap_name, *(name for name, _, _ in COLUMNS), "s/step", title=payload["title"], title_justify="left")
+    for shown, arm in zip(payload["arms"], arms, strict=True):
+        loss = f"{np.mean(arm.curve.loss[-_tail(arm.curve) :]):.4f}" if arm.curve is not None else "-"
+        values = [shown["overall"].get(key) for _, key, _ in COLUMNS]
+        seconds = f"{np.median(arm.curve.time):.2f}" if arm.curve is not None else "-"
+        table.add_row(shown["label"], loss, "-" if arm is base else _gap(arm.curve, base.curve), *map(_number, values), seconds)
     console.print(table)
-    n = next((a["curve"]["tailSteps"] for a in arms if a["curve"]), 0)
-    console.print(f"loss (tail): median of the last {n} steps; gap: minus that of the bf16 arm, same seed and data")
+    n = _tail(base.curve) if base.curve is not None else 0
+    console.print(f"loss: mean of the last {n} steps (a quarter of the run)")
+    console.print(
+        f"{gap_name}: mean over those steps of the loss minus that of {base.name} on the same batch, and its standard error; "
+        "one seed, so a gap of a few errors can still be chance"
+    )
     for name, _, definition in COLUMNS:
         console.print(f"{name}: {definition}; latest quarter of the probed steps")
+    console.print("s/step: median seconds a step on this machine; simulated casts, so no measure of any kernel")
+
+
+def _tail(curve: Any) -> int:
+    return max(1, len(curve.step) // 4)
+
+
+def _gap(curve: Any, base: Any) -> str:
+    """Paired difference over the base's last quarter of steps."""
+    if curve is None or base is None:
+        return "-"
+    _, mine, theirs = np.intersect1d(curve.step, base.step[-_tail(base) :], return_indices=True)
+    if not len(mine):
+        return "-"
+    difference = curve.loss[mine] - base.loss[-_tail(base) :][theirs]
+    return f"{difference.mean():+.4f} ± {difference.std() / max(1, len(difference) - 1) ** 0.5:.4f}"
 
 
 def _number(x: float | None) -> str:

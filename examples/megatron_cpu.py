@@ -10,8 +10,9 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,23 +25,29 @@ class _NoStream:
         return lambda *args, **kwargs: None
 
 
-def redirect_cuda() -> None:
-    """Point the torch.cuda calls of Megatron's training path at the CPU. Call once, before a model is built."""
+@contextmanager
+def cuda_redirected() -> Iterator[None]:
+    """Point the torch.cuda calls of Megatron's training path at the CPU."""
     import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
-
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *args, **kwargs: _NoStream()  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda *args, **kwargs: None
 
     def on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
         return torch.cat([chunks[cp_group.rank()], chunks[2 * cp_group.size() - 1 - cp_group.rank()]], dim=seq_dim)
 
-    rope_utils.get_pos_emb_on_this_cp_rank = rotary.get_pos_emb_on_this_cp_rank = on_this_cp_rank
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "current_stream", lambda *args, **kwargs: _NoStream()),
+            (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+            (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+            (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
+            (rope_utils, "get_pos_emb_on_this_cp_rank", on_this_cp_rank),
+            (rotary, "get_pos_emb_on_this_cp_rank", on_this_cp_rank),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
 
 
 @contextmanager
@@ -52,12 +59,25 @@ def megatron_on_cpu(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> 
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     dist.init_process_group("gloo")
-    redirect_cuda()
+    try:
+        with cuda_redirected(), parallel(tp, cp, pp, seed):
+            yield
+        dist.barrier()  # gloo now and then aborts at exit without it
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def parallel(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, virtual_pp: int | None = None) -> Iterator[None]:
+    """Megatron's parallel state and random seeds, inside an initialised process group."""
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual_pp,
     )
     torch.manual_seed(seed)
     # the inference tracker's fork() is a null context: there is no CUDA random state to keep
@@ -65,9 +85,7 @@ def megatron_on_cpu(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> 
     try:
         yield
     finally:
-        dist.barrier()  # gloo now and then aborts at exit without it
         mpu.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def free_port() -> int:
@@ -91,9 +109,13 @@ def gpt(
     recompute: str = "none",
     dtype: torch.dtype = torch.float32,
     edit_spec: Any = None,
+    model: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
-    """A Megatron-Core GPTModel on the CPU: RMSNorm, QK norm, RoPE, SwiGLU, GQA. edit_spec: layer spec -> layer spec."""
+    """A Megatron-Core GPTModel on the CPU: RMSNorm, QK norm, RoPE, SwiGLU, GQA.
+
+    edit_spec: layer spec -> layer spec. model, config: more arguments for GPTModel and TransformerConfig.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,44 +125,43 @@ def gpt(
         "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }[recompute]
-    settings = TransformerConfig(
-        num_layers=layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        kv_channels=head_dim,
-        ffn_hidden_size=ffn,
-        use_cpu_initialization=True,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        pipeline_dtype=dtype,
-        **more,
-        **config,
-    )
+    settings: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_query_groups": kv_heads,
+        "kv_channels": head_dim,
+        "ffn_hidden_size": ffn,
+        "use_cpu_initialization": True,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "pipeline_dtype": dtype,
+    }
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     return GPTModel(
-        config=settings,
+        config=TransformerConfig(**(settings | more | config)),
         transformer_layer_spec=spec if edit_spec is None else edit_spec(spec),
         vocab_size=vocab,
         max_sequence_length=tokens,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        **(model or {}),
     )
 
 

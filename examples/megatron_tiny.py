@@ -13,12 +13,15 @@ goes on, with the same losses as an uninterrupted run.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import signal
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +96,19 @@ def main() -> int:
     stop: list[int] = []
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, frame: stop.append(number))  # finish the step, save, leave
-    with megatron_on_cpu(seed=args.seed):
+    with alone(out), megatron_on_cpu(seed=args.seed):
         return train(args, out, stop)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Two jobs in one folder would mix their records: the second one stops here."""
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SystemExit(f"another process is training in {out}; wait for it or choose another --out") from None
+        yield
 
 
 def train(args: argparse.Namespace, out: Path, stop: list[int]) -> int:
@@ -172,7 +186,9 @@ def trim(path: Path, start: int) -> None:
         kept = [
             line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] < start
         ]
-        path.write_text("".join(line + "\n" for line in kept))
+        part = path.with_name(f".{path.name}.tmp")
+        part.write_text("".join(line + "\n" for line in kept))
+        os.replace(part, path)
 
 
 def arguments() -> argparse.Namespace:
@@ -186,7 +202,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=256)
     p.add_argument("--batch", type=int, default=2)
     p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--lr", type=float, default=5e-4)
     p.add_argument("--warmup", type=int, default=20)
     p.add_argument("--recompute", choices=("none", "core_attn", "full"), default="none")
     p.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")

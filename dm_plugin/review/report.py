@@ -157,11 +157,13 @@ def distributions(data: Collected) -> dict[str, Any]:
     for probe in ("row_sum_pre", "row_sum_post"):
         if f"{probe}.hist" in fields:
             out["hist"][probe] = [trim(fields[f"{probe}.hist"][i]) if i >= 0 else None for i in order]
+        if f"{probe}.num" in fields and f"{probe}.den" in fields:
             out["heads"][probe] = rows_of(ratio(fields[f"{probe}.num"], fields[f"{probe}.den"]), order)
+        if f"{probe}.hist_top_p" in fields:
             out["topP"][probe] = rows_of(top_p_medians(fields, len(data.recent.sites))[probe], order)
             out["topPSeries"][probe] = numbers(np.moveaxis(data.top_p[probe], 0, -1))  # [S, 5, F']
     out["topPSteps"] = [data.last[f] for f in data.top_p_frames]
-    if "key_col_sum.num" in fields:  # key heads summed, channels kept: [S, D]
+    if "key_col_sum.num" in fields and "key_col_sum.den" in fields:  # key heads summed, channels kept: [S, D]
         value = ratio(fields["key_col_sum.num"].sum(1), fields["key_col_sum.den"].sum(1))
         out["channels"] = rows_of(value[:, :MAX_CHANNELS], order)
     if "gain_share.q" in fields and "gain_share.k" in fields:

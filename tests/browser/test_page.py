@@ -1,0 +1,161 @@
+"""The page in a real browser: it draws without errors, the worked row answers clicks and keys, and its arithmetic is Python's."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from fake_dumps import KINDS, write_arm, write_run
+
+from dm_plugin.review import worked_row
+from dm_plugin.review.report import build_payload, render
+from dm_plugin.review.runs import discover
+
+pytestmark = pytest.mark.browser
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium found on PATH; install one to run the page tests")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    with playwright.sync_playwright() as p:
+        instance = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield instance
+        instance.close()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    root = tmp_path_factory.mktemp("page")
+    write_run(root, layers=4, steps=range(0, 60, 10))
+    write_arm(
+        root, "planted", kind=KINDS["matched"], layers=24, layer_kind=lambda i: KINDS["stale" if i == 17 else "matched"]
+    )
+    arms = discover([root], [])
+    file = root / "page.html"
+    file.write_text(render(build_payload(arms, [], title="A test")))
+    return file
+
+
+@pytest.fixture
+def page(browser, page_file):
+    errors = []
+    tab = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light").new_page()
+    tab.on("pageerror", lambda e: errors.append(str(e)))
+    tab.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    tab.on(
+        "request",
+        lambda r: errors.append(f"asked the network for {r.url}") if not r.url.startswith(("file:", "data:")) else None,
+    )
+    tab.goto(f"file://{page_file}")
+    yield tab
+    assert errors == []
+    tab.close()
+
+
+def test_a_click_on_another_delta_changes_the_shown_row_sum(page) -> None:
+    before = page.locator("#row-sum").inner_text()
+    page.locator("label:has(#mode-matched)").click()
+    after = page.locator("#row-sum").inner_text()
+    assert before != after
+    assert "e-" in after  # round-off
+    assert page.locator("#mode-matched").is_checked()
+    row = worked_row.preset_row("typical")
+    expected = worked_row.work(row, worked_row.Choice(mode="stale")).row_sum
+    assert float(before.replace("−", "-").replace("+", "")) == pytest.approx(expected, rel=5e-3)
+
+
+def test_a_slider_moved_by_key_changes_the_row(page) -> None:
+    before = page.locator("#row-sum").inner_text(), page.locator("#logit-out-3").inner_text()
+    page.locator("#logit-3").focus()
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+    assert (page.locator("#row-sum").inner_text(), page.locator("#logit-out-3").inner_text()) != before
+    assert float(page.locator("#logit-out-3").inner_text()) == pytest.approx(float(before[1]) + 0.4, abs=0.03)
+
+
+def test_formats_presets_and_centring_answer(page) -> None:
+    seen = {page.locator("#row-sum").inner_text()}
+    page.locator("#format-p").select_option("none")
+    seen.add(page.locator("#row-sum").inner_text())
+    page.locator("[data-preset=offset]").click()
+    seen.add(page.locator("#row-sum").inner_text())
+    page.locator("#centre").check()
+    seen.add(page.locator("#row-sum").inner_text())
+    assert len(seen) == 4
+    assert page.locator("[data-preset=offset]").get_attribute("aria-pressed") == "true"
+
+
+def test_the_page_computes_the_row_as_python_does(page) -> None:
+    for preset in worked_row.PRESETS:
+        row = worked_row.preset_row(preset.key)
+        for mode in worked_row.MODES:
+            for o_format, centre in (("bf16", False), ("e4m3", True)):
+                choice = {"mode": mode, "p": "e4m3", "do": "e5m2", "v": "e4m3", "o": o_format, "centre": centre}
+                given = {"logits": row.logits.tolist(), "do": row.do.tolist(), "v": row.v.tolist()}
+                js = page.evaluate(f"workRow({json.dumps(given)}, {json.dumps(choice)})")
+                py = worked_row.work(row, worked_row.Choice(mode, "e4m3", "e5m2", "e4m3", o_format, centre))
+                np.testing.assert_allclose(js["ds"], py.ds, rtol=1e-5, atol=3e-6)
+                np.testing.assert_allclose(
+                    [js["probability"], js["gradient"], js["storage"]],
+                    [py.probability, py.gradient, py.storage],
+                    rtol=1e-6,
+                    atol=1e-9,
+                )
+
+
+def test_e4m3_rounding_in_the_page_is_exact(page) -> None:
+    rng = np.random.default_rng(0)
+    values = np.concatenate(
+        [rng.normal(0, 100, 400), rng.normal(0, 0.01, 200), [448, 464, 465, 1e9, 2**-10, 1.5 * 2**-9, 0, -17.5]]
+    )
+    for fmt in ("e4m3", "e5m2", "bf16"):
+        js = page.evaluate(f"{json.dumps(values.tolist())}.map((x) => roundTo(x, '{fmt}'))")
+        np.testing.assert_array_equal(js, worked_row.round_to(values, fmt))
+
+
+def test_layers_are_chosen_by_click_and_by_keyboard_and_the_address_remembers(page) -> None:
+    page.get_by_role("button", name="planted").first.click()
+    rows = page.locator("#verdicts li button")
+    assert "layer 17" in rows.first.inner_text()
+    assert "mismatch" in rows.first.inner_text()
+    rows.nth(1).focus()
+    page.keyboard.press("Enter")
+    chosen = page.locator("#layer").input_value()
+    assert chosen in page.evaluate("decodeURIComponent(location.hash)")
+    page.reload()
+    assert page.locator("#layer").input_value() == chosen
+    page.locator("#worse").click()
+    assert "layers.17." in page.locator("#layer").input_value()
+
+
+def test_charts_have_names_and_tables_and_read_out_by_arrow_keys(page) -> None:
+    charts = page.locator("svg.chart[role=img]")
+    assert charts.count() > 8
+    for i in range(charts.count()):
+        assert charts.nth(i).get_attribute("aria-label") or charts.nth(i).get_attribute("aria-hidden")
+    chart = page.locator("#detail-grid svg.chart[tabindex='0']").first
+    chart.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "step" in page.locator("#detail-grid .readout").first.inner_text()
+    details = page.locator("#detail-grid details.table").first
+    details.locator("summary").click()
+    assert details.locator("tbody tr").count() >= 6
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
+def test_narrow_and_dark_draw_without_sideways_scrolling(browser, page_file, width, scheme) -> None:
+    errors = []
+    tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    tab.on("pageerror", lambda e: errors.append(str(e)))
+    tab.goto(f"file://{page_file}")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+    dark = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.locator("#theme").click()
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    assert errors == []
+    tab.close()
