@@ -15,6 +15,8 @@ _PUBLIC = {
     "configured": "attention",
     "with_dm_attention": "spec",
     "add_dm_args": "args",
+    "spec_from_args": "args",
+    "probes_from_args": "args",
     "attach_probes": "probes",
     "parallel_coordinates": "probes",
 }

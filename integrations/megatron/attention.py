@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from dm_plugin.attention import Tap, dm_attn_func
+from dm_plugin.attention import Tap, choose_impl, dm_attn_func
 from dm_plugin.delta import MODES
 from dm_plugin.formats import Format, get_format
+from dm_plugin.support import AttnCall
 
 from .context import attend_over_context
 
-_CAUSAL = (AttnMaskType.causal,)
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)
 _FULL = (AttnMaskType.no_mask,)
+_STOCK = "use the stock attention for this layer"
 
 
 class DMDotProductAttention(MegatronModule):
@@ -52,20 +55,21 @@ class DMDotProductAttention(MegatronModule):
         num_splits: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        reason = why_not_layer(config, attn_mask_type, attention_type, attention_dropout, k_channels, v_channels)
-        if reason:
-            raise ValueError(f"layer {layer_number}: {reason}")
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        dim = k_channels or config.kv_channels
-        self.softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
-        if getattr(config, "apply_query_key_layer_scaling", False):
-            self.softmax_scale /= self.layer_number
         self.cp_group = getattr(pg_collection, "cp", None)
-        if config.context_parallel_size > 1 and self.cp_group is None:
-            raise ValueError(
-                f"layer {layer_number}: context parallelism needs pg_collection.cp; pass Megatron's process groups"
-            )
+        dim, dim_v = k_channels or config.kv_channels, v_channels or config.kv_channels
+        # apply_query_key_layer_scaling divides the scores by the layer number and multiplies them again before the softmax: no change here
+        self.softmax_scale = dim**-0.5 if softmax_scale is None else softmax_scale
+        reason = why_not_layer(config, self.layer_number, attn_mask_type, attention_type, attention_dropout)
+        if reason is None and config.context_parallel_size > 1 and self.cp_group is None:
+            reason = "context parallelism needs pg_collection.cp; pass Megatron's process groups"
+        if reason is not None:
+            raise ValueError(f"dm_plugin attention, layer {self.layer_number}: {reason}")
+        try:
+            choose_impl(self._call(dim, dim_v), self.dm_impl)
+        except (ValueError, RuntimeError) as error:
+            raise type(error)(f"dm_plugin attention, layer {self.layer_number}: {error}") from None
         self.tap: Tap | None = None
         self.refuse_probe: dict[str, str] = {}
 
@@ -90,7 +94,25 @@ class DMDotProductAttention(MegatronModule):
         else:
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             o = dm_attn_func(q, k, v, causal, tap=self.tap, **options).transpose(0, 1)  # type: ignore[arg-type]
-        return o.reshape(*o.shape[:2], -1)
+        return o.flatten(2)
+
+    def _call(self, dim: int, dim_v: int) -> AttnCall:
+        """The request that this layer will make, as far as it is known when it is built."""
+        c = self.config
+        device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        dtype = torch.bfloat16 if c.bf16 else torch.float16 if c.fp16 else c.params_dtype
+        return AttnCall(
+            device=device.type,
+            dtype=str(dtype).removeprefix("torch."),
+            heads=c.num_attention_heads,
+            kv_heads=c.num_query_groups or c.num_attention_heads,
+            head_dim=dim,
+            head_dim_v=dim_v,
+            causal=self.attn_mask_type in _CAUSAL,
+            mode=self.dm_mode,
+            fmt=self.dm_fmt,
+            arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's FP8 history: nothing here reads it
@@ -107,29 +129,26 @@ def configured(mode: str = "matched", fmt: str | Format = "sm90", impl: str = "a
 
 
 def why_not_layer(
-    config: Any,
-    mask: AttnMaskType,
-    attention_type: str,
-    dropout: float | None,
-    k_channels: int | None,
-    v_channels: int | None,
+    config: Any, layer_number: int, mask: AttnMaskType, attention_type: str, dropout: float | None
 ) -> str | None:
-    """Why this layer cannot use dm_plugin's attention, or None."""
+    """Why this layer (from 1) cannot use dm_plugin's attention, or None."""
     asked = config.attention_dropout if dropout is None else dropout
+    window = getattr(config, "window_size", None)
     if asked:
-        return f"attention_dropout={asked} is not supported by dm_plugin (0); set --attention-dropout 0"
+        return f"attention_dropout={asked} is not supported (0); set --attention-dropout 0"
     if mask not in _CAUSAL + _FULL:
-        return f"attention mask type {mask.name} is not supported by dm_plugin (causal, no_mask); use the stock attention for this layer"
+        return f"attention mask type {mask.name} is not supported (causal, causal_bottom_right, no_mask); {_STOCK}"
     if attention_type not in ("self", "cross"):
-        return f"attention_type={attention_type!r} is not supported by dm_plugin (self, cross)"
-    if k_channels != v_channels and None not in (k_channels, v_channels):
-        return f"k_channels={k_channels} and v_channels={v_channels} differ, which dm_plugin does not support; use the stock attention"
+        return f"attention_type={attention_type!r} is not supported (self, cross); {_STOCK}"
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        return f"softmax_type={config.softmax_type!r} is not supported by dm_plugin ('vanilla'); sinks change what a row sums to"
-    if getattr(config, "window_size", None):
-        return f"window_size={config.window_size} is not supported by dm_plugin (none); use the stock attention for windowed layers"
-    if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
-        return "qk_clip and log_max_attention_logit are not supported by dm_plugin yet; turn them off (probes report max_logit)"
+        return f"softmax_type={config.softmax_type!r} is not supported ('vanilla'), since sinks change what a row sums to; {_STOCK}"
+    if is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number):
+        return f"window_size={window} is not supported (none); {_STOCK}"
+    for flag in ("qk_clip", "log_max_attention_logit"):
+        if getattr(config, flag, False):
+            return f"{flag} is not supported, since max logits come with the backward pass; turn it off (probes report max_logit)"
+    if getattr(config, "fp8_multi_head_attention", False):
+        return "fp8_multi_head_attention is not supported (q, k and v must arrive in BF16); turn it off"
     return None
 
 
@@ -145,7 +164,12 @@ def _check_call(
         raise ValueError("attention_bias was given and is not supported by dm_plugin; use the stock attention")
     if kind not in _CAUSAL + _FULL:
         raise ValueError(
-            f"attn_mask_type {kind.name} is not supported by dm_plugin (causal, no_mask); use the stock attention"
+            f"attn_mask_type {kind.name} is not supported by dm_plugin (causal, causal_bottom_right, no_mask); use the stock attention"
+        )
+    if kind is AttnMaskType.causal and query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"causal attention of {query.shape[0]} queries over {key.shape[0]} keys (a key cache) is not supported by dm_plugin, which is for "
+            "training; use the stock attention, or attn_mask_type causal_bottom_right if the last query is the last key"
         )
     if mask is not None and not _is_plain(mask, kind in _CAUSAL, query.shape[0], key.shape[0]):
         raise ValueError(

@@ -89,7 +89,9 @@ class _Merge:
         }
         codes = None
         if a.codes is not None and b.codes is not None:
-            codes = {n: c if n in ("k", "v") else _add(c, b.codes[n]) for n, c in a.codes.items()}
+            # both chunks, and all ranks, quantise the same whole K and V: they count once
+            own = {n: _add(c, b.codes[n]) for n, c in a.codes.items() if n not in ("k", "v")}
+            codes = own | {n: a.codes[n] for n in ("k", "v") if self.first_rank and n in a.codes}
         logits = None if a.max_logit is None or b.max_logit is None else torch.maximum(a.max_logit, b.max_logit)
         sums = dk.float()
         self.tap(

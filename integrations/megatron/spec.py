@@ -25,7 +25,8 @@ def with_dm_attention(
 ) -> Any:
     """A copy of `spec` with our core attention in the given layers (global, from 0; numbers or text like "0-11,20"; None: all).
 
-    The other layers keep what the spec had. Raises ValueError when the spec has no core_attention slot.
+    The other layers keep what the spec had. A multi-token-prediction layer numbers itself from 1, so it follows the choice for the decoder
+    layer of that number. Raises ValueError when the spec has no core_attention slot.
     """
     chosen = parse_layers(layers) if isinstance(layers, str) else None if layers is None else frozenset(layers)
     spec = copy.deepcopy(spec)

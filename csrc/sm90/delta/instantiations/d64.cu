@@ -1,0 +1,3 @@
+#include "../kernel.cuh"
+
+template cudaError_t dm::sm90::launch_delta<64>(const dm::DeltaParams&, cudaStream_t);

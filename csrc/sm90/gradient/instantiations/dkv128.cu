@@ -1,0 +1,3 @@
+#include "../dkv.cuh"
+
+template cudaError_t dm::sm90::launch_dkv<128, true, true, false>(const dm::DkvParams&, cudaStream_t);
