@@ -53,7 +53,11 @@ def main() -> None:
         }.items():
             runs = sorted(run(*call) for _ in range(args.runs))
             seconds, peak = runs[len(runs) // 2][0], max(r[1] for r in runs)
-            body[name] = {"seconds_median": round(seconds, 2), "peak_mib": round(peak), "runs": [round(r[0], 2) for r in runs]}
+            body[name] = {
+                "seconds_median": round(seconds, 2),
+                "peak_mib": round(peak),
+                "runs": [round(r[0], 2) for r in runs],
+            }
             verdict = "ok" if seconds < 10 and peak < 1024 else "MISSES THE BAR"
             print(f"{name}: {seconds:.1f} s (median of {args.runs}), peak {peak:.0f} MiB: {verdict}")
         body["page_kib"] = round((folder / "page.html").stat().st_size / 1024)

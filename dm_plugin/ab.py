@@ -1,7 +1,7 @@
 """A/B: run the arms of a comparison as commands, watch their progress, then print one table and write one page.
 
 An arm is any training command that writes {arm}/train.jsonl (one JSON object a step: step, loss, ...) and, if it is probed, dumps under
-{arm}/dumps. In the YAML, {python}, {here} (the YAML's folder), {arm}, {steps}, {text} and {resume} are filled in:
+{arm}/dumps. In the YAML, {python}, {here} (the YAML's folder), {arm}, {steps} and {text} are filled in; --text FILE and --resume are added when asked for:
 
     out: runs/tiny
     steps: 160

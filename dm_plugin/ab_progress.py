@@ -108,12 +108,22 @@ def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     base = arms[0]
     gap_name = f"gap to {base.name}"
-    table = Table("arm", "loss", gap_name, *(name for name, _, _ in COLUMNS), "s/step", title=payload["title"], title_justify="left")
+    table = Table(
+        "arm",
+        "loss",
+        gap_name,
+        *(name for name, _, _ in COLUMNS),
+        "s/step",
+        title=payload["title"],
+        title_justify="left",
+    )
     for shown, arm in zip(payload["arms"], arms, strict=True):
         loss = f"{np.mean(arm.curve.loss[-_tail(arm.curve) :]):.4f}" if arm.curve is not None else "-"
         values = [shown["overall"].get(key) for _, key, _ in COLUMNS]
         seconds = f"{np.median(arm.curve.time):.2f}" if arm.curve is not None else "-"
-        table.add_row(shown["label"], loss, "-" if arm is base else _gap(arm.curve, base.curve), *map(_number, values), seconds)
+        table.add_row(
+            shown["label"], loss, "-" if arm is base else _gap(arm.curve, base.curve), *map(_number, values), seconds
+        )
     console.print(table)
     n = _tail(base.curve) if base.curve is not None else 0
     console.print(f"loss: mean of the last {n} steps (a quarter of the run)")

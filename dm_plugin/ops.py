@@ -131,8 +131,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: "Call", tap: "Callable[[Row
     """Differentiable FP8 attention on the GPU; shapes and meanings as dm_plugin.dm_attn_func. tap gets RowStats once in backward."""
     load()
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if tap is not None and needs_grad:
-        return _Probed.apply(q, k, v, call, tap)
+    if needs_grad and not torch.compiler.is_compiling():
+        return _Attention.apply(
+            q, k, v, call, tap
+        )  # a graph takes the operator's registered formula instead, without a tap
     return forward(q, k, v, call, keep=needs_grad).o
 
 
@@ -223,24 +225,31 @@ def _codes(stats: Tensor, count: int, amax: Tensor | None = None) -> CodeStats:
     return CodeStats(amax, stats[0], stats[1], stats[2], torch.full((), count, dtype=torch.int64, device=stats.device))
 
 
-class _Probed(torch.autograd.Function):
-    """Autograd around the probe instantiations; the tap is called once, in backward."""
+class _Attention(torch.autograd.Function):
+    """Autograd around the operators. With a tap the probe instantiations run, and the tap is called once, in backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: "Call", tap: "Callable[[RowStats], None]") -> Tensor:
-        out = forward(q, k, v, call, probe=True)
-        same_o = out.o_centred.numel() == 0
-        ctx.save_for_backward(*out[0 if same_o else 1 :])
-        ctx.same_o, ctx.call, ctx.tap, ctx.t_k = same_o, call, tap, k.shape[1]
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: "Call", tap: "Callable[[RowStats], None] | None"
+    ) -> Tensor:
+        out = forward(q, k, v, call, probe=tap is not None)
+        ctx.call, ctx.tap, ctx.t_k, ctx.same_o = call, tap, k.shape[1], out.o_centred.numel() == 0
+        if tap is None:
+            ctx.save_for_backward(*out.for_backward())
+        else:
+            ctx.save_for_backward(*out[0 if ctx.same_o else 1 :])  # the returned O only where backward reads it
         return out.o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        out = Forward(*saved) if ctx.same_o else Forward(saved[0], *saved)
-        back = backward(do, out.for_backward(), ctx.t_k, ctx.call, probe=True)
-        ctx.tap(row_stats(out, back, ctx.call, do.shape[1], ctx.t_k))
+        if ctx.tap is None:
+            back = backward(do, saved, ctx.t_k, ctx.call)
+        else:
+            out = Forward(*saved) if ctx.same_o else Forward(saved[0], *saved)
+            back = backward(do, out.for_backward(), ctx.t_k, ctx.call, probe=True)
+            ctx.tap(row_stats(out, back, ctx.call, do.shape[1], ctx.t_k))
         return back.dq, back.dk, back.dv, None, None
 
 

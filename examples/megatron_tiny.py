@@ -14,6 +14,7 @@ goes on, with the same losses as an uninterrupted run.
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -32,6 +33,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from megatron_cpu import causal_mask, gpt, megatron_on_cpu
 
 ATTENTION = ("bf16", "stock", "stale", "consistent", "matched")
+SAME = (
+    "attention",
+    "seed",
+    "tokens",
+    "batch",
+    "layers",
+    "lr",
+    "warmup",
+    "threads",
+)  # what a resumed run may not change
 MEGABYTE = 1 << 20
 
 
@@ -117,7 +128,8 @@ def train(args: argparse.Namespace, out: Path, stop: list[int]) -> int:
     data = corpus(args.text)
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    start = load(out / "checkpoint.pt", model, optimizer) if args.resume else 0
+    setup = {name: getattr(args, name) for name in SAME} | {"text": hashlib.sha256(data.numpy().tobytes()).hexdigest()}
+    start = load(out / "checkpoint.pt", model, optimizer, setup) if args.resume else 0
     trim(out / "train.jsonl", start)
     stock = args.attention == "bf16"
     session = attach_probes(
@@ -149,31 +161,38 @@ def train(args: argparse.Namespace, out: Path, stop: list[int]) -> int:
             log.flush()
             done = step + 1
             if stop or done == args.steps or done % args.save_every == 0:
-                save(out / "checkpoint.pt", done, model, optimizer)
+                save(out / "checkpoint.pt", done, model, optimizer, setup)
             if stop:
                 print(f"interrupted after step {step}; --resume goes on from step {done}", file=sys.stderr)
                 return 130
     return 0
 
 
-def save(path: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save(path: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, setup: dict[str, Any]) -> None:
     """Atomic: a killed save leaves the previous checkpoint."""
     state = {
         "step": step,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "rng": torch.get_rng_state(),
+        "setup": setup,
     }
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     torch.save(state, part)
     os.replace(part, path)
 
 
-def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Restore everything; the step to go on with (0 when there is no checkpoint yet)."""
+def load(path: Path, model: Any, optimizer: torch.optim.Optimizer, setup: dict[str, Any]) -> int:
+    """Restore everything; the step to go on with (0 when there is no checkpoint yet). Exits in one sentence for a run of another kind."""
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=False)
+    changed = [name for name, value in setup.items() if state["setup"][name] != value]
+    if changed:
+        was, now = state["setup"][changed[0]], setup[changed[0]]
+        raise SystemExit(
+            f"{path} was made with {changed[0]} {was}, not {now}; resume it with the same or choose another --out"
+        )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])

@@ -56,9 +56,12 @@ Forward attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, dou
   const cudaStream_t stream = current_stream(q.get_device_index());
   const Shape shape = make_shape(q, k.size(2), k.size(1), softmax_scale, causal, causal_offset);
 
-  const Quantised kq = quantise(k, {Operand::key_value, center_k, true, keep, probe}, stream);
-  const Quantised vq = quantise(v, {Operand::key_value, center_v, keep, true, probe}, stream);
-  const Quantised qq = quantise(q, {Operand::query, false, true, keep, probe, center_k ? &kq.mean : nullptr}, stream);
+  // Q, the longest, starts as early as it can: the host's work for the others then hides behind it.
+  const Tensor k_mean = token_mean(k, center_k, stream);
+  const Quantised qq = quantise(q, {Operand::query, nullptr, true, keep, probe, center_k ? &k_mean : nullptr}, stream);
+  const Quantised kq = quantise(k, {Operand::key_value, &k_mean, true, keep, probe}, stream);
+  const Tensor v_mean = token_mean(v, center_v, stream);
+  const Quantised vq = quantise(v, {Operand::key_value, &v_mean, keep, true, probe}, stream);
 
   const int64_t rows = int64_t{shape.n_q} * kUnit;
   const auto bf16 = ScalarType::BFloat16, f32 = ScalarType::Float;
@@ -71,7 +74,7 @@ Forward attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, dou
   ForwardParams p{};
   p.shape = shape;
   p.q_row = data<uint8_t>(qq.row), p.k_row = data<uint8_t>(kq.row), p.v_t = data<uint8_t>(vq.token);
-  p.q_scale = data<float>(qq.scale), p.k_scale = data<float>(kq.scale), p.v_fold = data<float>(vq.fold), p.v_mean = data<float>(vq.mean);
+  p.q_scale = data<float>(qq.scale), p.k_scale = data<float>(kq.scale), p.v_fold = data<float>(vq.fold), p.v_mean = data<float>(v_mean);
   p.o = view(o), p.o_centred = data<void>(o_centred), p.lse2 = data<float>(lse2), p.m2 = data<float>(m2);
   if (probe) {
     auto* table = data<unsigned long long>(stats);
@@ -80,7 +83,7 @@ Forward attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, dou
       check_cuda(cudaMemcpyAsync(table + 4 * i, parts[i]->data_ptr(), 4 * sizeof(*table), cudaMemcpyDeviceToDevice, stream), "copying code statistics");
   }
   check_cuda(sm90::run_forward(p, stream), "the forward kernel");
-  return {o, o_centred, lse2, m2, qq.row, qq.token, qq.scale, kq.row, kq.token, kq.scale, kq.fold, vq.row, vq.scale, kq.mean, vq.mean, qq.dot, stats};
+  return {o, o_centred, lse2, m2, qq.row, qq.token, qq.scale, kq.row, kq.token, kq.scale, kq.fold, vq.row, vq.scale, k_mean, v_mean, qq.dot, stats};
 }
 
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <exception>
 
 namespace dm::api {
@@ -18,6 +19,16 @@ std::string dtype_text(ScalarType dtype) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     default: return "dtype number " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+int32_t dtype_number(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+    case ScalarType::Float: return aoti_torch_dtype_float32();
+    case ScalarType::Byte: return aoti_torch_dtype_uint8();
+    case ScalarType::Int: return aoti_torch_dtype_int32();
+    default: return aoti_torch_dtype_int64();
   }
 }
 
@@ -53,8 +64,16 @@ Tensor allocate(const std::vector<int64_t>& sizes, const Make& make) {
 
 }  // namespace
 
+// The C entry directly: a call makes some twenty tensors, and the dispatcher would cost more than their kernels at small sizes.
 Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
-  return allocate(sizes, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+  return allocate(sizes, [&] {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_number(dtype),
+                                                           aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
+    return Tensor(handle);
+  });
 }
 
 Tensor zeros(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {

@@ -53,14 +53,18 @@ void describe(P& p, const Tensor& x) {
 
 // One quantised operand and what its pre-pass also made; tensors that were not asked for are empty.
 struct Quantised {
-  Tensor row, token, scale, fold, mean, dot, stats;
+  Tensor row, token, scale, fold, dot, stats;
 };
 
 struct QuantiseOptions {
   sm90::Operand operand;
-  bool center = false, row = true, token = true, probe = false;
+  const Tensor* mean = nullptr;      // key_value: subtracted first, unless it is empty
+  bool row = true, token = true, probe = false;
   const Tensor* key_mean = nullptr;  // query: also <x, key_mean>
 };
+
+// FP32 [B, heads, D], or an empty tensor when center is not set.
+Tensor token_mean(const Tensor& x, bool center, cudaStream_t stream);
 
 Quantised quantise(const Tensor& x, const QuantiseOptions& options, cudaStream_t stream);
 

@@ -27,9 +27,11 @@ Seven quantise_entry(const Tensor& x, bool keys, bool center, const std::optiona
                     shape_text(*key_mean), ", want (batch, key heads, head_dim)");
     check_scratch(*key_mean, "key_mean", ScalarType::Float, {x.size(0), key_mean->size(1), x.size(3)}, x);
   }
-  const QuantiseOptions options{keys ? sm90::Operand::key_value : sm90::Operand::query, center, row, token, probe, key_mean ? &*key_mean : nullptr};
-  const Quantised out = quantise(x, options, current_stream(x.get_device_index()));
-  return {out.row, out.token, out.scale, out.fold, out.mean, out.dot, out.stats};
+  const cudaStream_t stream = current_stream(x.get_device_index());
+  const Tensor mean = token_mean(x, center, stream);
+  const QuantiseOptions options{keys ? sm90::Operand::key_value : sm90::Operand::query, &mean, row, token, probe, key_mean ? &*key_mean : nullptr};
+  const Quantised out = quantise(x, options, stream);
+  return {out.row, out.token, out.scale, out.fold, mean, out.dot, out.stats};
 }
 
 // row, token, scale, d0_stale, d0_cons, lambda, e_pow, stats.

@@ -2,6 +2,18 @@
 
 namespace dm::api {
 
+Tensor token_mean(const Tensor& x, bool center, cudaStream_t stream) {
+  const auto f32 = ScalarType::Float;
+  if (!center) return empty(x, {0}, f32);
+  sm90::MeanParams p{};
+  describe(p, x);
+  Tensor mean = empty(x, {p.batch, p.heads, p.head_dim}, f32);
+  Tensor partial = empty(x, {p.batch, p.heads, ceil_div(p.tokens, 64), p.head_dim}, f32);
+  p.partial = data<float>(partial), p.mean = data<float>(mean);
+  check_cuda(sm90::run_mean(p, stream), "the mean over tokens");
+  return mean;
+}
+
 Quantised quantise(const Tensor& x, const QuantiseOptions& options, cudaStream_t stream) {
   const bool keys = options.operand == sm90::Operand::key_value;
   sm90::QuantiseParams p{};
@@ -17,18 +29,11 @@ Quantised quantise(const Tensor& x, const QuantiseOptions& options, cudaStream_t
       empty(x, options.token ? image : none, ScalarType::Byte),
       empty(x, {batch, heads, keys ? 2 * units : units}, f32),
       empty(x, keys ? std::vector<int64_t>{batch, heads, units, kFoldFloats} : none, f32),
-      empty(x, options.center ? std::vector<int64_t>{batch, heads, d} : none, f32),
       empty(x, options.key_mean ? std::vector<int64_t>{batch, heads, units * kUnit} : none, f32),
       options.probe ? zeros(x, {4}, ScalarType::Long) : empty(x, none, ScalarType::Long),
   };
-  if (options.center) {
-    Tensor partial = empty(x, {batch, heads, ceil_div(p.tokens, 64), d}, f32);
-    sm90::MeanParams m{};
-    describe(m, x);
-    m.partial = data<float>(partial), m.mean = data<float>(out.mean);
-    check_cuda(sm90::run_mean(m, stream), "the mean over tokens");
-  }
-  p.mean = data<float>(out.mean), p.row = data<uint8_t>(out.row), p.token = data<uint8_t>(out.token);
+  if (options.mean) p.mean = data<float>(*options.mean);
+  p.row = data<uint8_t>(out.row), p.token = data<uint8_t>(out.token);
   p.scale = data<float>(out.scale), p.fold = data<float>(out.fold), p.stats = data<unsigned long long>(out.stats);
   if (options.key_mean) {
     p.key_mean = data<float>(*options.key_mean), p.dot = data<float>(out.dot);

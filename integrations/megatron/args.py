@@ -1,8 +1,8 @@
 """Command-line flags for a Megatron training script, and what they ask for.
 
-    args = parse_args(extra_args_provider=add_dm_args)
-    spec = spec_from_args(args, spec)                  # unchanged without --use-dm-attention
-    session = probes_from_args(args, model, writer)    # None without a probe flag
+args = parse_args(extra_args_provider=add_dm_args)
+spec = spec_from_args(args, spec)                  # unchanged without --use-dm-attention
+session = probes_from_args(args, model, writer)    # None without a probe flag
 """
 
 from argparse import ArgumentParser
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dm_plugin.config import ProbeConfig
+from dm_plugin.control import parse_layers
 from dm_plugin.delta import MODES
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def spec_from_args(args: Any, spec: Any) -> Any:
         )
     from .spec import with_dm_attention
 
+    chosen, layers = parse_layers(args.dm_attention_layers), getattr(args, "num_layers", None)
+    if chosen is not None and layers is not None and max(chosen) >= layers:
+        raise ValueError(
+            f"--dm-attention-layers {args.dm_attention_layers} names layer {max(chosen)} and the model has layers 0 to {layers - 1}; "
+            "drop it (layers count from 0 over the whole model)"
+        )
     return with_dm_attention(spec, args.dm_attention_layers, args.dm_mode)
 
 
@@ -77,7 +84,9 @@ def probes_from_args(args: Any, model: Any, writer: Any = None, out: str | Path 
     every, file = args.save_dm_probes_interval, args.dm_probes_config
     if every is None and file is None:
         if args.log_dm_probes_to_tensorboard:
-            raise ValueError("--log-dm-probes-to-tensorboard needs --dm-probes-config with a LogAttentionResiduals section")
+            raise ValueError(
+                "--log-dm-probes-to-tensorboard needs --dm-probes-config with a LogAttentionResiduals section"
+            )
         return None
     if every is not None and file is not None:
         raise ValueError("--save-dm-probes-interval and --dm-probes-config both say when to probe; give one of them")

@@ -84,8 +84,11 @@ class DMDotProductAttention(MegatronModule):
         packed_seq_params: Any = None,
         **extra: Any,
     ) -> Tensor:
-        """[Tq, B, H, D] and [Tk, B, G, D] -> [Tq, B, H * D]. Raises ValueError for packed sequences, a bias, or a mask of another kind."""
+        """[Tq, B, H, D] and [Tk, B, G, D] -> [Tq, B, H * D]. Raises ValueError for packed sequences, a bias, a mask of another kind, or more operands."""
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        given = [name for name, value in extra.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} was given to the core attention and is not supported by dm_plugin; {_STOCK}")
         _check_call(kind, attention_mask, attention_bias, packed_seq_params, query, key)
         options = {"mode": self.dm_mode, "fmt": self.dm_fmt, "impl": self.dm_impl, "softmax_scale": self.softmax_scale}
         causal = kind in _CAUSAL

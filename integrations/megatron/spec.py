@@ -25,10 +25,12 @@ def with_dm_attention(
 ) -> Any:
     """A copy of `spec` with our core attention in the given layers (global, from 0; numbers or text like "0-11,20"; None: all).
 
-    The other layers keep what the spec had. A multi-token-prediction layer numbers itself from 1, so it follows the choice for the decoder
-    layer of that number. Raises ValueError when the spec has no core_attention slot.
+    The other layers keep what the spec had. Megatron tells a multi-token-prediction layer's attention its own number only (from 1 in
+    megatron-core 0.19, after the decoder's in 0.16), so `layers` picks it by that number. Raises ValueError when the spec has no core_attention slot or a layer is negative.
     """
     chosen = parse_layers(layers) if isinstance(layers, str) else None if layers is None else frozenset(layers)
+    if chosen is not None and any(layer < 0 for layer in chosen):
+        raise ValueError(f"layers={sorted(chosen)} holds a negative number; layers count from 0 over the whole model")
     spec = copy.deepcopy(spec)
     if not _replace(spec, configured(mode, fmt, impl), chosen, set()):
         raise ValueError(

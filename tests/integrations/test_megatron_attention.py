@@ -60,6 +60,7 @@ def test_masks_that_say_no_more_than_causal_are_accepted_and_others_refused() ->
         ({"attention_bias": torch.zeros(1, 4, 48, 48)}, "attention_bias was given"),
         ({"attn_mask_type": AttnMaskType.padding}, "attn_mask_type padding is not supported"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type arbitrary is not supported"),
+        ({"qr": torch.zeros(48, 2, 8)}, "qr was given to the core attention"),  # an operand that would be ignored
     ],
 )
 def test_calls_that_cannot_be_right_are_refused(given: dict, text: str) -> None:
@@ -147,11 +148,14 @@ def test_flags_choose_layers_and_delta() -> None:
         (["--dm-attention-layers", "0-3"], "without --use-dm-attention"),
         (["--use-dm-attention", "--fp8-dot-product-attention"], "drop one"),
         (["--use-dm-attention", "--dm-attention-layers", "3-1"], "3-1"),
+        (["--use-dm-attention", "--dm-attention-layers", "0,12"], "names layer 12 and the model has layers 0 to 11"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(words: list[str], text: str) -> None:
+    args = flags(*words)
+    args.num_layers = 12
     with pytest.raises(ValueError, match=text):
-        spec_from_args(flags(*words), SimpleNamespace())
+        spec_from_args(args, SimpleNamespace())
 
 
 @pytest.mark.parametrize(

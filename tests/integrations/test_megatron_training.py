@@ -159,30 +159,103 @@ def test_A08_a_zero_centred_norm_counts_as_one_plus_its_weight() -> None:
     assert not session.sites[0].zero_centered
 
 
-def test_hybrid_models_take_our_attention() -> None:
-    pytest.importorskip(
-        "megatron.core.models.hybrid.hybrid_block", reason="needs megatron-core with HybridModel (0.19)"
-    )
+def hybrid_stack():
+    """A stack spec of attention and MLP layers, stock attention, as a HybridModel takes it."""
+    from functools import partial
+
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        linear_qkv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=WrappedTorchNorm,
+        k_layernorm=WrappedTorchNorm,
     )
-    layer = TransformerLayerSubmodules(
+    attention_layer = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
         self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
         self_attn_bda=get_bias_dropout_add,
     )
-    stack = ModuleSpec(
-        HybridStack, submodules=HybridStackSubmodules(attention_layer=ModuleSpec(TransformerLayer, submodules=layer))
+    projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp_layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=projections),
+        mlp_bda=get_bias_dropout_add,
     )
-    ours = with_dm_attention(stack)
-    inner = ours.submodules.attention_layer.submodules.self_attention.submodules
-    assert inner.core_attention.__name__ == "DMDotProductAttention"
-    assert attention.core_attention is DotProductAttention
+    layers = HybridStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention_layer),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=mlp_layer),
+    )
+    return ModuleSpec(HybridStack, submodules=layers), attention
+
+
+def test_hybrid_models_train_under_our_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # guards: a spec whose attention sits below another layer type, and layer numbers that skip the layers without attention
+    block = pytest.importorskip(
+        "megatron.core.models.hybrid.hybrid_block", reason="needs megatron-core with HybridModel (0.19)"
+    )
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    monkeypatch.setattr(
+        block, "TENorm", WrappedTorchNorm, raising=False
+    )  # the final norm, which needs Transformer Engine
+    stock, attention = hybrid_stack()
+    kept = attention.core_attention
+    config = tiny(layers=4).config
+
+    def build(spec):
+        torch.manual_seed(1234)
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=spec,
+            vocab_size=64,
+            max_sequence_length=64,
+            hybrid_layer_pattern="*-*-",
+            position_embedding_type="rope",
+        )
+
+    ours = build(with_dm_attention(stock))
+    assert attention.core_attention is kept
+    with attach_probes(ours, ProbeConfig.default(freq=1), tmp_path, control=False) as session:
+        assert [s.name for s in session.sites] == [f"decoder.layers.{i}.self_attention.core_attention" for i in (0, 2)]
+        losses = train(ours, session=session)
+    reference = train(build(stock), mask=causal_mask(64))
+    assert all(abs(a - b) < 0.02 for a, b in zip(losses, reference, strict=True))
+    assert len(find_dumps(tmp_path)) == len(losses)
+
+
+def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
+    # guards: --resume with another attention, text or seed, which would go on silently from foreign weights
+    import megatron_tiny
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = tmp_path / "checkpoint.pt"
+    megatron_tiny.save(path, 7, model, optimizer, {"attention": "stale", "seed": 1})
+    assert megatron_tiny.load(path, model, optimizer, {"attention": "stale", "seed": 1}) == 7
+    with pytest.raises(SystemExit, match="was made with attention stale, not matched"):
+        megatron_tiny.load(path, model, optimizer, {"attention": "matched", "seed": 1})
+
+
+@pytest.mark.parametrize("layers", [[-1], [0, -2]])
+def test_negative_layers_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        with_dm_attention(gpt_spec(), layers=layers)
+
+
+def gpt_spec():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")

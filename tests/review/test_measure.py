@@ -177,7 +177,9 @@ def test_a_dump_in_the_wrong_step_folder_is_left_out(tmp_path) -> None:
     assert "holds step 8 but lies in the folder of step 7" in str(data.reader.problems[0])
 
 
-@pytest.mark.parametrize("kept", ["row_sum_pre.hist", "key_col_sum.num", "gain_share.q", "codes.q.amax", "records.count"])
+@pytest.mark.parametrize(
+    "kept", ["row_sum_pre.hist", "key_col_sum.num", "gain_share.q", "codes.q.amax", "records.count"]
+)
 def test_a_dump_with_few_fields_still_makes_a_page(tmp_path, kept) -> None:
     from dm_plugin.review.report import build_payload, render
 

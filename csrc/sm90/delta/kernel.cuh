@@ -20,7 +20,7 @@ struct DeltaBarriers {
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < C::kStages; s++) {
       barrier_init(full(s), 1);
-      barrier_init(empty(s), C::kWarpgroups);
+      barrier_init(empty(s), 4 * C::kWarpgroups);  // every warp
     }
     barrier_init(q_full(), 1);
     barrier_init_fence();
@@ -73,7 +73,7 @@ __device__ __forceinline__ void delta_consume(const DeltaParams& p, Work work, i
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int half = delta_half<C>(shape, work.unit, wg);
   const int row0 = 64 * half + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool leader = threadIdx.x % 32 == 0;  // a lane of every warp: plain loads of a stage are not ordered across warps
   const int wg_limit = key_limit(shape, 64 * half);
   const int base0 = row_base(shape, row0);
   const int64_t at = int64_t(work.bh) * shape.n_q * kUnit + row0, unit = int64_t(work.bh) * shape.n_q + half / 2;

@@ -26,8 +26,8 @@ struct ForwardBarriers {
     for (int s = 0; s < C::kStages; s++) {
       barrier_init(k_full(s), 1);
       barrier_init(v_full(s), 1);
-      barrier_init(k_empty(s), C::kWarpgroups);
-      barrier_init(v_empty(s), C::kWarpgroups);
+      barrier_init(k_empty(s), 4 * C::kWarpgroups);  // every warp
+      barrier_init(v_empty(s), 4 * C::kWarpgroups);  // every warp
     }
     barrier_init(q_full(), 1);
     barrier_init_fence();
@@ -141,7 +141,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams& p, Work wor
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int local_row = 64 * wg + 16 * (threadIdx.x % 128 / 32) + lane / 4;
   const int row0 = kUnit * work.unit + local_row;
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool leader = threadIdx.x % 32 == 0;  // a lane of every warp: plain loads of a stage are not ordered across warps
   const int wg_limit = key_limit(shape, kUnit * work.unit + 64 * wg);  // keys that every row of this warpgroup sees
   const int base0 = row_base(shape, row0);
 

@@ -24,7 +24,7 @@ struct DkvBarriers {
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < C::kStages; s++) {
       barrier_init(full(s), 2);  // images and vectors
-      barrier_init(empty(s), C::kWarpgroups);
+      barrier_init(empty(s), 4 * C::kWarpgroups);  // every warp
     }
     barrier_init(kv_full(), 1);
     barrier_init_fence();
@@ -184,7 +184,7 @@ __device__ __forceinline__ void dkv_consume(const DkvParams& p, Work work, int s
   constexpr int D = C::D, kChunks = D / C::kChunk;
   const Shape& shape = p.shape;
   const int t = threadIdx.x % 4;
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool leader = threadIdx.x % 32 == 0;  // a lane of every warp: plain loads of a stage are not ordered across warps
   const DkvRange<C> range(shape, work.unit);
   const int first_base = first_query_base(shape, kUnit * work.unit);
   const Turns turns(wg, range.first < range.last);

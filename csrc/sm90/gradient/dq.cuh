@@ -23,7 +23,7 @@ struct DqBarriers {
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < C::kStages; s++) {
       barrier_init(full(s), 1);
-      barrier_init(empty(s), C::kWarpgroups);
+      barrier_init(empty(s), 4 * C::kWarpgroups);  // every warp
     }
     barrier_init(q_full(), 1);
     barrier_init_fence();
@@ -89,7 +89,7 @@ __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int sec
   const Shape& shape = p.shape;
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int local_row = 64 * wg + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool leader = threadIdx.x % 32 == 0;  // a lane of every warp: plain loads of a stage are not ordered across warps
   const int wg_limit = key_limit(shape, kUnit * work.unit + 64 * wg);
   const int base0 = row_base(shape, kUnit * work.unit + local_row);
   const int64_t unit = int64_t(work.bh) * shape.n_q + work.unit, at = unit * kUnit + local_row;
