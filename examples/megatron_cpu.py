@@ -55,10 +55,10 @@ def megatron_on_cpu(tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> 
     """Initialise torch.distributed (gloo) and Megatron's parallel state for CPU tensors; one process unless launched by torchrun."""
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(key, value)
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
-    dist.init_process_group("gloo")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    else:  # no port, no environment: nothing that a child process could inherit
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with cuda_redirected(), parallel(tp, cp, pp, seed):
             yield

@@ -77,12 +77,4 @@ __device__ __forceinline__ void load_shared4(uint32_t address, uint32_t* v) {
                : "memory");
 }
 
-// Four 8-bit 16x16 tiles' worth of a row image as wgmma A fragments (one k-step of 32 bytes).
-__device__ __forceinline__ void load_matrix4(uint32_t* r, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 }  // namespace dm::sm90

@@ -33,7 +33,7 @@ struct TokenImage {
 template <typename ImageA, typename ImageB, int R>
 __device__ __forceinline__ void issue_scores(float (&acc)[R], uint32_t a, uint32_t b) {
 #pragma unroll
-  for (int k = 0; k < ImageA::kSteps; k++) 
+  for (int k = 0; k < ImageA::kSteps; k++)
     mma_ss(acc, ImageA::desc(advance(a, ImageA::step(k))), ImageB::desc(advance(b, ImageB::step(k))), k != 0);
 }
 

@@ -24,18 +24,6 @@ __device__ __forceinline__ void fence_regs(uint32_t (&d)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
-// Ends the live range of the old values: the next flight overwrites them (its first instruction does not accumulate).
-template <int R>
-__device__ __forceinline__ void discard_regs(float (&d)[R]) {
-#pragma unroll
-  for (int i = 0; i < R; i++) {
-    float undefined;
-    asm volatile("" : "=f"(undefined));
-    d[i] = undefined;
-    asm volatile("" : "+f"(d[i])::"memory");
-  }
-}
-
 template <int N>
 __device__ __forceinline__ void set_max_registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(N));

@@ -29,6 +29,7 @@ def equal(a, b):
 
 
 def test_A12_slices_and_transposed_views_equal_contiguous_inputs():
+    torch.manual_seed(0)
     qkv = torch.randn(512, 1, 18, 128, device="cuda").bfloat16().transpose(0, 1)
     q, k, v = qkv.split([16, 1, 1], dim=2)
     do = torch.randn(1, 512, 16, 128, device="cuda").bfloat16()

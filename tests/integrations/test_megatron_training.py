@@ -259,3 +259,15 @@ def gpt_spec():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+
+
+def test_A04_a_multi_token_prediction_layer_never_takes_a_decoder_name() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    spec = with_dm_attention(gpt_spec())
+    block = get_gpt_mtp_block_spec(tiny(mtp_num_layers=1).config, spec, use_transformer_engine=False)
+    model = tiny(edit_spec=lambda _: spec, model={"mtp_block_spec": block}, mtp_num_layers=1)
+    sites = attach_probes(model, None, None, control=False).sites
+    assert [s.name for s in sites[:2]] == [f"decoder.layers.{i}.self_attention.core_attention" for i in (0, 1)]
+    assert [s.name.startswith("mtp.layers.0.") for s in sites[2:]] == [True]
+    assert all(s.ours for s in sites)

@@ -4,9 +4,11 @@ python3 tests/sm90/sanitise.py [memcheck racecheck synccheck]      exit code 0: 
 python3 tests/sm90/sanitise.py --work                              the workload alone (what the tools run)
 """
 
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,11 +49,14 @@ def main() -> int:
             "--work",
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        tail = [line for line in (done.stdout + done.stderr).splitlines() if "=========" in line][-12:]
-        print(f"{tool}: exit {done.returncode}", *tail, sep="\n  ")
+        lines = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if "=========" in line]
+        print(
+            f"{tool}: exit {done.returncode};", lines[-1] if lines else (done.stdout + done.stderr)[-1500:], flush=True
+        )
         if done.returncode:
             failed.append(tool)
-            print((done.stdout + done.stderr)[-1500:])
+            places = Counter(re.sub(r"\+0x[0-9a-f]+.*", "", line) for line in lines if " at " in line)
+            print(*(f"  {n:5d} {place}" for place, n in places.most_common(40)), sep="\n")
     return 1 if failed else 0
 
 

@@ -107,6 +107,7 @@ __device__ __forceinline__ void delta_consume(const DeltaParams& p, Work work, i
     for (int i = 0; i < C::kTile / 2; i++) s[i] = p_value(s[i], c[i / 32], -lambda[i >> 1 & 1]);
     wgmma_wait<0>();
     fence_regs(dp);
+    __syncwarp();
     if (leader) barrier_arrive(bars.empty(ring.stage));
     if ((tile + 1) * C::kTile > wg_limit) {
 #pragma unroll

@@ -172,6 +172,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams& p, Work wor
     wgmma_wait<0>();
     fence_regs(s);
     const ForwardScalars<C> x(smem + C::kScalars + ring.stage * C::kScalarBytes, query, tile);
+    __syncwarp();
     if (leader) barrier_arrive(bars.k_empty(ring.stage));
 
     if ((tile + 1) * C::kTile > wg_limit) {
@@ -283,6 +284,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams& p, Work wor
       promote(chunk, part[chunk & 1], w0, w1);
       if (chunk + 2 < kChunks) issue_pv(chunk + 2, part[chunk & 1]);
     }
+    __syncwarp();
     if (leader) barrier_arrive(bars.v_empty(now.stage));
   }
   wgmma_wait<0>();

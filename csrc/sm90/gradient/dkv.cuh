@@ -313,6 +313,7 @@ __device__ __forceinline__ void dkv_consume(const DkvParams& p, Work work, int s
       if (n + 2 < kParts) issue(n + 2, part[n & 1]);
       if (n + 3 == kParts) turns.give(last);
     }
+    __syncwarp();
     if (leader) barrier_arrive(bars.empty(ring.stage));
     ring.next();
   };

@@ -269,6 +269,7 @@ __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int sec
       promote(chunk, part[chunk & 1], weight[kHalves - 1]);
       if (chunk + 2 < kChunks) issue_dq(chunk + 2, part[chunk & 1]);
     }
+    __syncwarp();
     if (leader) barrier_arrive(bars.empty(ring.stage));
   }
 
