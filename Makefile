@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/dm-plugin ab examples/ab/tiny.yaml
+	$(BIN)/dm-plugin ab examples/ab/tiny.yaml --resume
 
 test: setup
 	$(PYTEST) $(PARALLEL)
