@@ -141,7 +141,7 @@ class _Reference(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: reference.Call, tap: Tap | None) -> Tensor:
         out = reference.forward(q, k, v, call)
         s = out.saved
-        ctx.save_for_backward(*s.q, *s.k, *s.v, s.v_given, s.o, s.lse2, s.m2)
+        ctx.save_for_backward(*s.q, *s.k, *s.v, *s[3:])
         ctx.call, ctx.tap, ctx.dtype = call, tap, q.dtype
         return out.o.to(q.dtype)
 

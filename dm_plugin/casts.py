@@ -68,8 +68,13 @@ def key_tile(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-def code_stats(codes: Tensor, values: Tensor, top: float) -> CodeStats:
-    """amax over finite values; saturated: |code| at the largest; underflowed: code 0 of a non-zero value. 0-d tensors, no sync."""
+def code_stats(codes: Tensor, values: Tensor, top: float, visible: Tensor | None = None) -> CodeStats:
+    """amax over finite values; saturated: |code| at the largest; underflowed: code 0 of a non-zero value. 0-d tensors, no sync.
+
+    visible: number of query-key pairs that a [..., Tq, Tk] tensor really has; its hidden entries are zeros and count as nothing.
+    """
+    whole = torch.tensor(codes.numel(), device=codes.device)
+    count = whole if visible is None else visible * math.prod(codes.shape[:-2])
     finite = torch.isfinite(values)
     amax = torch.where(finite, values.abs(), 0.0).amax() if values.numel() else values.new_zeros(())
     return CodeStats(
@@ -77,7 +82,7 @@ def code_stats(codes: Tensor, values: Tensor, top: float) -> CodeStats:
         saturated=(codes.abs() == top).sum(),
         underflowed=((codes == 0) & (values != 0)).sum(),
         nonfinite=torch.isnan(codes).sum(),
-        count=torch.tensor(codes.numel(), device=codes.device),
+        count=count,
     )
 
 
@@ -136,8 +141,8 @@ FORWARD = {"group": forward_group, "fixed": forward_group, "tile": forward_tile}
 
 
 # ------------------------------------------------------------------------------------------------ backward
-def backward(p: Tensor, ds: Tensor, x: Operands, fmt: Format, how: Accumulate) -> Backward:
-    """Cast P for dV and dS for dQ and dK, and contract. p, ds [N, R, Tq, Tk], masked entries exactly 0."""
+def backward(p: Tensor, ds: Tensor, x: Operands, fmt: Format, how: Accumulate, visible: Tensor) -> Backward:
+    """Cast P for dV and dS for dQ and dK, and contract. p, ds [N, R, Tq, Tk], masked entries exactly 0; visible: pairs per head."""
     head_dim = x.q.codes.shape[-1]
     p_cast = cast_p(p, x, fmt)
     tile = key_tile(head_dim)
@@ -153,8 +158,8 @@ def backward(p: Tensor, ds: Tensor, x: Operands, fmt: Format, how: Accumulate) -
         dk,
         dv,
         ds_q.codes * ds_q.scale,
-        code_stats(p_cast.codes, p, 448.0),
-        code_stats(ds_q.codes, ds, fmt.grid_ds.max),
+        code_stats(p_cast.codes, p, 448.0, visible),
+        code_stats(ds_q.codes, ds, fmt.grid_ds.max, visible),
     )
 
 

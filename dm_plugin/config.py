@@ -119,7 +119,7 @@ def _section(name: str, body: Any, where: str) -> Section | None:
     if not isinstance(types, list) or not all(isinstance(t, str) for t in types):
         raise ValueError(f"{label}: layer_types={types!r} must be a list of names")
     if not isinstance(ours, dict) or not set(ours) <= set(FEATURES):
-        wrong = sorted(set(ours) - set(FEATURES)) if isinstance(ours, dict) else ours
+        wrong = sorted(set(ours) - set(FEATURES), key=str) if isinstance(ours, dict) else ours
         raise ValueError(f"{label}: dm_plugin has {wrong!r}; known features are {', '.join(FEATURES)}")
     log, dump = (_feature(ours.get(f), f"{label}: {f}") for f in FEATURES)
     return Section(name, pattern, tuple(types), log, dump)
@@ -130,19 +130,24 @@ def _feature(body: Any, label: str) -> Feature | None:
         return None
     if not isinstance(body, dict):
         raise ValueError(f"{label}={body!r} must be a mapping with {', '.join(_FEATURE_KEYS)}")
-    unknown = sorted(set(body) - set(_FEATURE_KEYS))
+    unknown = sorted(set(body) - set(_FEATURE_KEYS), key=str)
     if unknown:
         raise ValueError(f"{label}: unknown key {unknown[0]!r}; known keys are {', '.join(_FEATURE_KEYS)}")
     if not _flag(body, "enabled", label):
         return None
     probes = body.get("probes", list(PROBES))
-    if not isinstance(probes, list) or not probes or not set(probes) <= set(PROBES):
+    if not are_probes(probes) or not probes:
         raise ValueError(f"{label}: probes={probes!r} must be a list from {', '.join(PROBES)}")
     keys = {k: body[k] for k in ("freq", "start_step", "end_step", "start_end_list") if k in body}
     try:
         return Feature(Schedule(**keys), frozenset(probes))
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from error
+
+
+def are_probes(value: Any) -> bool:
+    """Is this a list of probe names?"""
+    return isinstance(value, list) and all(isinstance(p, str) and p in PROBES for p in value)
 
 
 def _flag(body: dict[str, Any], key: str, label: str) -> bool:

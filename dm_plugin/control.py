@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Iterable
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import PROBES
+from .config import PROBES, are_probes
 
 log = logging.getLogger("dm_plugin")
 SCHEMA = 1
 REQUEST = "probe_request.json"
 STATUS = "probe_status"
 _ACTIONS = ("start", "stop")
+_MAX_LAYER = 99_999
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
+        if first > last or last > _MAX_LAYER:
             raise ValueError(
-                f"layers={text!r}: {part.strip()!r} is neither a layer number nor a range; write it like 0-3,7"
+                f"layers={text!r}: {part.strip()!r} is neither a layer number nor a range of 0 to {_MAX_LAYER}; write it like 0-3,7"
             )
         out |= set(range(first, last + 1))
     return frozenset(out)
@@ -94,7 +97,7 @@ def parse(body: Any) -> Request:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
             raise ValueError(f"probe request {key}={value!r} must be a whole number of at least {low}, or null")
     probes = body.get("probes")
-    if probes is not None and (not isinstance(probes, list) or not set(probes) <= set(PROBES)):
+    if probes is not None and not are_probes(probes):
         raise ValueError(f"probe request probes={probes!r} must be a list from {', '.join(PROBES)}, or null")
     layers = body.get("layers")
     if layers is not None and not isinstance(layers, str):
@@ -121,14 +124,16 @@ class Watcher:
 
     def poll(self, step: int) -> Request | None:
         """One stat(); reads the file only when it changed. Never raises."""
+        found: os.stat_result | None = None
+        now: tuple[int, int, int] | None = None
         try:
-            stat = os.stat(self._path)
-            now = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            found = os.stat(self._path)
+            now = (found.st_mtime_ns, found.st_size, found.st_ino)
         except OSError:
-            now = None
+            pass
         if now != self._seen:
             self._seen = now
-            self._load(step, now is not None)
+            self._load(step, found)
         return self.request if self.request is not None and self.covers(step) else None
 
     def covers(self, step: int) -> bool:
@@ -139,15 +144,16 @@ class Watcher:
         first = request.start_step if request.start_step is not None else self._first_step
         return first is not None and first <= step and (request.steps is None or step < first + request.steps)
 
-    def _load(self, step: int, exists: bool) -> None:
-        if not exists:
-            self.request = None
+    def _load(self, step: int, found: os.stat_result | None) -> None:
+        self.request = None
+        if found is None:
             return
         try:
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:  # a pipe would hold the job up
+                raise ValueError(f"it is no regular file of at most {_MAX_BYTES} bytes")
             self.request = parse(json.loads(Path(self._path).read_text()))
             self._first_step = step
-        except (OSError, ValueError) as error:
-            self.request = None
+        except Exception as error:  # whatever somebody wrote there, the job goes on
             log.warning("the probe request %s is ignored: %s", self._path, error)
 
     def report(self, step: int, state: str, written: int, lost: int) -> None:

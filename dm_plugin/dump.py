@@ -6,6 +6,7 @@ Writing goes to a temporary file in the same folder, is synced, and then linked 
 step written again (a restart) becomes rank_00003.1, .2, ..., and readers take the highest. Numpy only. See docs/dump-format.md.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -76,7 +77,9 @@ def write_step(
             file.write(blob)
             file.flush()
             os.fsync(file.fileno())
-        return _publish(temporary, folder, f"rank_{rank:05d}")
+        target = _publish(temporary, folder, f"rank_{rank:05d}")
+        _sync_folder(folder)
+        return target
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -96,6 +99,20 @@ def _publish(temporary: Path, folder: Path, stem: str) -> Path:
                 os.rename(temporary, target)
                 return target
             attempt += 1
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself last through a power cut, where the file system can."""
+    try:
+        place = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(place)
+    except OSError:
+        pass
+    finally:
+        os.close(place)
 
 
 def find_dumps(out: Path | str) -> list[DumpFile]:
@@ -161,7 +178,7 @@ class DumpWriter:
     """Writes dumps off the training thread. `submit` never blocks and never raises.
 
     When the queue is full, or the file system refuses, the record is lost: it is counted, one warning a cause is logged, and the next
-    dump that succeeds carries the count in dm_plugin.lost.
+    dump that succeeds carries the count in dm_plugin.lost. A job that ends without close() waits at exit for what is queued.
     """
 
     def __init__(self, out: Path | str, rank: int = 0, depth: int = 4) -> None:
@@ -183,12 +200,14 @@ class DumpWriter:
         if self._thread is None or not self._thread.is_alive():  # also after a fork
             self._thread = threading.Thread(target=self._run, name="dm_plugin-dump", daemon=True)
             self._thread.start()
+            atexit.unregister(self.close)
+            atexit.register(self.close)
         try:
             self._queue.put_nowait(work)
             return True
         except queue.Full:
             if record:
-                self._lose(
+                self.lose(
                     "queue",
                     f"dumps are written too slowly to {self.out}: a probe record was dropped; lower the frequency",
                 )
@@ -207,15 +226,15 @@ class DumpWriter:
 
     def close(self, timeout: float | None = 30.0) -> None:
         """Write what is queued and end the thread."""
-        thread = self._thread
-        if thread is None:
+        atexit.unregister(self.close)
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():  # the thread of the parent process, after a fork
             return
         try:
             self._queue.put(None, timeout=timeout)
             thread.join(timeout)
         except queue.Full:
             log.warning("the dump writer did not finish within %s s; records in its queue are lost", timeout)
-        self._thread = None
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -231,11 +250,11 @@ class DumpWriter:
             write_step(self.out, step, self.rank, tensors, {**metadata, "dm_plugin.lost": str(lost)})
         except OSError as error:
             name = error.strerror or str(error)
-            self._lose(
+            self.lose(
                 f"os:{error.errno}", f"a probe dump could not be written to {self.out} ({name}); training goes on"
             )
         except Exception as error:
-            self._lose(
+            self.lose(
                 f"value:{type(error).__name__}",
                 f"a probe dump of step {step} could not be built ({error}); training goes on",
             )
@@ -244,7 +263,8 @@ class DumpWriter:
             with self._lock:
                 self._lost -= lost
 
-    def _lose(self, cause: str, text: str) -> None:
+    def lose(self, cause: str, text: str) -> None:
+        """Count a record that will not be written; `text` is logged once a cause."""
         with self._lock:
             self._lost += 1
             self.lost_total += 1

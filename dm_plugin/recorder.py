@@ -1,6 +1,7 @@
 """Adds RowStats up on the device they come from, and hands them over once a step.
 
-Every method but `drain` only launches device work: no synchronisation, no transfer. `drain` moves everything at once and starts afresh.
+Every method but `drain` only launches device work: no synchronisation, no transfer. `drain` packs everything into one buffer a device and
+kind of number, moves each at once and starts afresh.
 Fields and shapes are the dump's (docs/dump-format.md); how two values of a field combine is `dump.rule`.
 """
 
@@ -29,7 +30,7 @@ class Recorder:
         self._merge(site, {"records.count": torch.ones((), dtype=torch.long, device=device)})
 
     def add_key_gradient(self, site: str, dk: Tensor) -> None:
-        """Add the key gradient [T, B, G, D] of a backend that has no tap."""
+        """Add the key gradient [T, B, G, D] of a backend that has no tap, in the dtype in which that backend stored it."""
         dk = dk.detach().float()
         total, absolute = dk.sum(0, dtype=torch.float64), dk.abs().sum(0, dtype=torch.float64)
         self._merge(site, _prefixed("key_col_sum", residuals.key_col_sum(total, absolute)))
@@ -42,10 +43,17 @@ class Recorder:
     def drain(self) -> dict[str, np.ndarray]:
         """Everything recorded since the last drain, on the CPU."""
         sums, self._sums = self._sums, {}
-        moved = {key: x.detach().to("cpu", non_blocking=True) for key, x in sums.items()}
-        for device in {x.device for x in sums.values() if x.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        return {key: to_numpy(x) for key, x in moved.items()}
+        packs: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for key, x in sums.items():
+            packs.setdefault((x.device, x.dtype), []).append(key)
+        out: dict[str, np.ndarray] = {}
+        for keys in packs.values():
+            parts = [sums[key].detach() for key in keys]
+            flat = to_numpy(torch.cat([x.reshape(-1) for x in parts]))
+            ends = np.cumsum([x.numel() for x in parts])
+            for key, x, piece in zip(keys, parts, np.split(flat, ends[:-1]), strict=True):
+                out[key] = piece.reshape(tuple(x.shape))
+        return {key: out[key] for key in sums}
 
     def _merge(self, site: str, fields: dict[str, Tensor]) -> None:
         for name, value in fields.items():
@@ -58,6 +66,23 @@ class Recorder:
                 self._sums[key] = torch.fmax(old, value)
             else:
                 old += value
+
+
+NEEDS = {
+    "row_sum": ("row_sum", "row_abs_sum"),
+    "row_sum_signed": ("row_sum",),
+    "delta_gap": ("row_sum", "delta"),
+    "key_col_sum": ("key_col_sum", "key_abs_sum"),
+    "max_logit": ("max_logit",),
+    "entropy": ("entropy",),
+    "codes": ("codes",),
+}
+
+
+def not_given(stats: RowStats, probes: Iterable[str]) -> dict[str, str]:
+    """probe -> the field of RowStats that it needs and this backend left out."""
+    fields = {p: next((f for f in NEEDS.get(p, ()) if getattr(stats, f) is None), None) for p in probes}
+    return {probe: field for probe, field in fields.items() if field is not None}
 
 
 def to_numpy(x: Tensor) -> np.ndarray:

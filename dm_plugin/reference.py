@@ -35,7 +35,10 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward keeps for backward. o: the saved O that deltas read, without the V mean; lse2, m2: log2 units, [N, R, Tq]."""
+    """What forward keeps for backward. o: the saved O that deltas read, without the V mean; lse2, m2: log2 units, [N, R, Tq].
+
+    shift [N, R, Tq]: what centring K took from each row's logits (natural units). counts [3, 5]: code statistics of q, k, v.
+    """
 
     q: Codes
     k: Codes
@@ -44,6 +47,8 @@ class Saved(NamedTuple):
     o: Tensor
     lse2: Tensor
     m2: Tensor
+    shift: Tensor
+    counts: Tensor
 
 
 class Forward(NamedTuple):
@@ -69,7 +74,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
     k_mean = token_mean(kn) if fmt.center_k else None
     v_mean = token_mean(vn) if fmt.center_v else None
     qc = quantise(qn, fmt.q_block)
-    kc = quantise(kn if k_mean is None else kn - k_mean, fmt.kv_block)
+    k_used = kn if k_mean is None else kn - k_mean
+    kc = quantise(k_used, fmt.kv_block)
     v_used = vn if v_mean is None else vn - v_mean
     vc = quantise(v_used, fmt.kv_block)
     visible = visible_keys(q.shape[1], k.shape[1], call.offset, q.device)
@@ -78,13 +84,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
     o_saved = o.bfloat16().float() if fmt.o_saved == "bf16" else casts.per_tensor(o)
     empty = torch.isneginf(lse2).unsqueeze(-1)
     out = o_saved if v_mean is None else (o + v_mean).masked_fill(empty, 0.0).bfloat16().float()
-    lse = lse2 / LOG2E
-    if k_mean is not None:
-        lse = lse + (qn * k_mean).sum(-1) * call.softmax_scale
+    shift = lse2.new_zeros(lse2.shape) if k_mean is None else (qn * k_mean).sum(-1) * call.softmax_scale
+    lse = lse2 / LOG2E + shift
+    counts = torch.stack(
+        [_packed(casts.code_stats(c.codes, x, 448.0)) for c, x in ((qc, qn), (kc, k_used), (vc, v_used))]
+    )
     return Forward(
         _join(out, q.shape[0]),
         _join_rows(lse, q.shape[0]),
-        Saved(qc, kc, vc, v_used if fmt.dp == "bf16" else None, o_saved, lse2, m2),
+        Saved(qc, kc, vc, v_used if fmt.dp == "bf16" else None, o_saved, lse2, m2, shift, counts),
     )
 
 
@@ -115,19 +123,17 @@ def backward(saved: Saved, do: Tensor, call: Call, want_stats: bool = False) -> 
     }[call.mode]()
     ds = (p * (dp - d.unsqueeze(-1))).masked_fill(~visible, 0.0)
     operands = casts.Operands(saved.q, saved.k, doc, saved.lse2, saved.m2)
-    casted = casts.backward(p, ds, operands, fmt, call.accumulate)
+    casted = casts.backward(p, ds, operands, fmt, call.accumulate, visible.sum())
     dq, dk, dv = casted.dq * call.softmax_scale, casted.dk * call.softmax_scale, casted.dv
     stats = None
     if want_stats:
         codes = {
-            "q": operand_stats(saved.q),
-            "k": operand_stats(saved.k),
-            "v": operand_stats(saved.v),
-            "do": operand_stats(doc, fmt),
+            **{name: CodeStats(*row) for name, row in zip("qkv", saved.counts, strict=True)},
+            "do": casts.code_stats(doc.codes, don, fmt.grid_do.max),
             "p": casted.p_stats,
             "ds": casted.ds_stats,
         }
-        rows = _row_statistics(p, ds, casted.ds_hat, s2, batch)
+        rows = _row_statistics(p, ds, casted.ds_hat, s2 / LOG2E + saved.shift.unsqueeze(-1), batch)
         stats = RowStats(
             **rows,
             delta=_join_rows(d, batch),
@@ -148,10 +154,9 @@ def visible_keys(t_q: int, t_k: int, offset: int | None, device: torch.device) -
     return torch.arange(t_k, device=device)[None, :] <= torch.arange(t_q, device=device)[:, None] + offset
 
 
-def operand_stats(c: Codes, fmt: Format | None = None) -> CodeStats:
-    """Code statistics of a quantised input tensor."""
-    top = fmt.grid_do.max if fmt is not None else 448.0
-    return casts.code_stats(c.codes, c.codes * c.scale, top)
+def _packed(c: CodeStats) -> Tensor:
+    """The five numbers of a CodeStats in the order of its fields, FP64."""
+    return torch.stack([x.double() for x in (c.amax, c.saturated, c.underflowed, c.nonfinite, c.count)])
 
 
 def _logits2(q: Codes, k: Codes, call: Call) -> Tensor:
@@ -160,7 +165,7 @@ def _logits2(q: Codes, k: Codes, call: Call) -> Tensor:
     return dot(q.codes, k.codes, call.accumulate) * ((q.scale * kappa) * k.scale.transpose(-1, -2))
 
 
-def _row_statistics(p: Tensor, ds: Tensor, ds_hat: Tensor, s2: Tensor, batch: int) -> dict[str, Tensor]:
+def _row_statistics(p: Tensor, ds: Tensor, ds_hat: Tensor, logits: Tensor, batch: int) -> dict[str, Tensor]:
     """Row sums in FP64 (the sum of the FP32 numbers, not its own rounding), stored FP32 [B, H, T]; max_logit [B, H]."""
     log_p = torch.log(p.clamp(min=torch.finfo(torch.float32).tiny))
     rows = {
@@ -172,8 +177,8 @@ def _row_statistics(p: Tensor, ds: Tensor, ds_hat: Tensor, s2: Tensor, batch: in
         "entropy": -(p * log_p).sum(-1),
     }
     out = {name: _join_rows(x, batch) for name, x in rows.items()}
-    top = s2.masked_fill(torch.isnan(s2), -math.inf).flatten(-2).amax(-1)
-    out["max_logit"] = (top / LOG2E).reshape(batch, -1)
+    top = logits.masked_fill(torch.isnan(logits), -math.inf).flatten(-2).amax(-1)
+    out["max_logit"] = top.reshape(batch, -1)
     return out
 
 

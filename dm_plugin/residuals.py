@@ -44,8 +44,8 @@ def row_sum(total: Tensor, absolute: Tensor, top_p: Tensor | None = None) -> Sum
     hist = _histogram(bins, weight, HIST_SIZE)
     by_top = None
     if top_p is not None:
-        edges = torch.tensor(TOP_P_EDGES, device=top_p.device)
-        bucket = torch.bucketize(top_p.contiguous(), edges, right=True)
+        # compared edge by edge: a tensor of edges would be copied to the device, and the host would wait for it
+        bucket = torch.stack([~(top_p < edge) for edge in TOP_P_EDGES]).sum(0)
         by_top = _histogram(bucket * HIST_SIZE + bins, weight, 5 * HIST_SIZE).reshape(5, HIST_SIZE)
     return Sums(
         per_head(num.masked_fill(~valid, 0.0)),
@@ -74,8 +74,9 @@ def signed(total: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
     sharp, flat = total < 0, total > 0
     out = {"sharpened": sharp.sum((0, 2)), "flattened": flat.sum((0, 2))}
     if entropy is not None:
-        out["entropy_sharpened"] = per_head(entropy.masked_fill(~sharp, 0.0))
-        out["entropy_flattened"] = per_head(entropy.masked_fill(~flat, 0.0))
+        finite = torch.isfinite(entropy)
+        out["entropy_sharpened"] = per_head(entropy.masked_fill(~(sharp & finite), 0.0))
+        out["entropy_flattened"] = per_head(entropy.masked_fill(~(flat & finite), 0.0))
     return out
 
 
@@ -85,7 +86,7 @@ def key_col_sum(total: Tensor, absolute: Tensor) -> dict[str, Tensor]:
     return {
         "num": total.abs().masked_fill(~finite, 0.0).sum(0, dtype=torch.float64),
         "den": absolute.masked_fill(~finite, 0.0).sum(0, dtype=torch.float64),
-        "count": torch.tensor(total.shape[0], device=total.device),
+        "count": torch.full((), total.shape[0], dtype=torch.long, device=total.device),
         "excluded": (~finite).sum(),
     }
 

@@ -14,6 +14,8 @@ a gradient or the random state of the job, and an error in a probe is a warning.
 import json
 import logging
 import math
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -26,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .config import ProbeConfig
+from .config import ProbeConfig, Section
 from .control import Watcher
 from .dump import DumpWriter
-from .recorder import Recorder
+from .recorder import Recorder, not_given
 from .residuals import BINS_PER_DECADE, LOG10_LOW
 from .sites import Site, find_sites
 from .stats import RowStats
@@ -41,8 +43,8 @@ TAP_ONLY = ("row_sum", "row_sum_signed", "delta_gap", "max_logit", "entropy", "c
 class ProbeSession:
     """Probes of one rank.
 
-    config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. world: parallel coordinates such as
-    {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend for sites that have no tap. writer: any object with
+    config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. rank: names this process's dumps; default: that of
+    torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend for sites that have no tap. writer: any object with
     add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none.
     """
 
@@ -51,7 +53,7 @@ class ProbeSession:
         config: ProbeConfig,
         out: Path | str | None,
         *,
-        rank: int = 0,
+        rank: int | None = None,
         world: Mapping[str, int] | None = None,
         backend: str = "",
         model_info: Mapping[str, Any] | None = None,
@@ -59,18 +61,22 @@ class ProbeSession:
         control: Path | str | bool | None = True,
     ) -> None:
         self.config, self.backend, self.scalars = config, backend, writer
-        self.rank, self.world, self.model_info = rank, dict(world or {}), dict(model_info or {})
+        self.rank = rank = process_rank() if rank is None else rank
+        self.world, self.model_info = dict(world or {}), dict(model_info or {})
         self.sites: list[Site] = []
         self.dumps = DumpWriter(out, rank) if out is not None else None
         folder = out if control is True else control
         self.watcher = Watcher(folder, rank) if folder not in (None, False) else None  # type: ignore[arg-type]
-        self._recorder = Recorder()
+        self._sections: list[tuple[Site, Section | None]] = []
+        self._recorder = Recorder()  # one a probed step: a backward pass that comes late adds to a record nobody reads
         self._active: dict[str, tuple[Site, frozenset[str]]] = {}
         self._to_log: set[str] = set()
         self._to_dump: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         self._keys: dict[int, weakref.ref[Tensor]] = {}
         self._backends: dict[str, str] = {}
+        self._missing: dict[str, dict[str, str]] = {}
+        self._warned: set[str] = set()
         self._reported: tuple[str | None, bool] | None = None
 
     # -------------------------------------------------------------------------------------------- life
@@ -84,8 +90,14 @@ class ProbeSession:
             raise ValueError(
                 "the model has no module with a core_attention; dm_plugin probes attention layers built that way"
             )
-        for site in self.sites:
-            self.config.section_for(site.name)
+        self._sections = [(site, self.config.section_for(site.name)) for site in self.sites]
+        for section in self.config.sections:
+            if all(section is not used for _, used in self._sections):
+                log.warning(
+                    "section %s of the probe config matches no attention site; sites here are named like %s",
+                    section.name,
+                    self.sites[0].name,
+                )
         return self
 
     def begin(self, step: int) -> bool:
@@ -93,9 +105,13 @@ class ProbeSession:
         self._unhook()
         request = self.watcher.poll(step) if self.watcher is not None else None
         self._report(step, request is not None)
-        for site in self.sites:
-            section = self.config.section_for(site.name)
-            to_log, to_dump = section.wanted(step) if section is not None else (frozenset[str](), frozenset[str]())
+        nothing = frozenset[str](), frozenset[str]()
+        wanted = {section: section.wanted(step) for section in self.config.sections}
+        if request is None and not any(log or dump for log, dump in wanted.values()):
+            return False
+        self._recorder, self._missing = Recorder(), {}
+        for site, section in self._sections:
+            to_log, to_dump = wanted[section] if section is not None else nothing
             if request is not None and (request.layers is None or _layer(site) in request.layers):
                 to_dump |= request.probes
             if to_log:
@@ -105,7 +121,10 @@ class ProbeSession:
             if to_log or to_dump:
                 self._active[site.name] = (site, to_log | to_dump)
         for site, probes in self._active.values():
-            self._hook(site, probes)
+            try:
+                self._hook(site, probes)
+            except Exception as error:
+                self._failed("hook", site.name, probes, error)
         return bool(self._active)
 
     def step(self, step: int) -> None:
@@ -114,25 +133,29 @@ class ProbeSession:
             return
         active, to_log, to_dump = dict(self._active), set(self._to_log), set(self._to_dump)
         try:
-            for site, probes in active.values():
-                gains = site.gains() if "gain_share" in probes else None
-                if gains is not None:
-                    self._recorder.set_gains(site.name, *gains)
+            self._add_gains(active)
             record = self._recorder.drain()
+            for name, (_, probes) in active.items():
+                if f"{name}/records.count" not in record:
+                    self._miss(
+                        name, probes - {"gain_share"}, "no backward pass of this layer reached the probe in this step"
+                    )
             if self.dumps is not None and to_dump:
                 kept = {key: x for key, x in record.items() if key.partition("/")[0] in to_dump}
                 self.dumps.submit(step, kept, self._metadata(active))
             if self.scalars is not None and to_log:
                 self._write_scalars(step, {k: x for k, x in record.items() if k.partition("/")[0] in to_log})
         except Exception as error:  # a probe must not end a training job
-            log.warning("the probe record of step %s is lost (%s); training goes on", step, error)
+            text = f"the probe record of step {step} is lost ({error}); training goes on"
+            lose = self.dumps.lose if self.dumps is not None and to_dump else self._warn
+            lose(f"step:{type(error).__name__}", text)
         finally:
             self._unhook()
 
     def detach(self) -> None:
         """Take everything off the model and forget it; dumps already queued are still written."""
         self._unhook()
-        self.sites = []
+        self.sites, self._sections = [], []
 
     def close(self) -> None:
         """Detach and wait for the writer thread."""
@@ -150,13 +173,15 @@ class ProbeSession:
 
     # -------------------------------------------------------------------------------------------- hooks
     def _hook(self, site: Site, probes: frozenset[str]) -> None:
+        module = site.module
         if site.ours:
-            module = site.module
             before = module.tap
-            module.tap = partial(self._on_stats, site.name, probes)  # type: ignore[assignment]
+            module.tap = partial(self._on_stats, self._recorder, site, probes)  # type: ignore[assignment]
             self._undo.append(partial(setattr, module, "tap", before))
         elif "key_col_sum" in probes and _no_key_sum(site, self.world) is None:
-            handle = site.module.register_forward_pre_hook(partial(self._on_forward, site.name), with_kwargs=True)
+            handle = module.register_forward_pre_hook(
+                partial(self._on_forward, self._recorder, site.name), with_kwargs=True
+            )
             self._undo.append(handle.remove)
 
     def _unhook(self) -> None:
@@ -168,33 +193,71 @@ class ProbeSession:
         self._to_dump.clear()
         self._keys.clear()
 
-    def _on_stats(self, site: str, probes: frozenset[str], stats: RowStats) -> None:
+    def _on_stats(self, recorder: Recorder, site: Site, probes: frozenset[str], stats: RowStats) -> None:
         try:
-            self._backends[site] = stats.backend
-            self._recorder.add(site, stats, probes)
+            probes -= getattr(site.module, "refuse_probe", {}).keys()
+            self._backends[site.name] = stats.backend
+            for probe, field in not_given(stats, probes).items():
+                self._miss(site.name, (probe,), f"{stats.backend or 'the backend'} hands out no {field} on this rank")
+            recorder.add(site.name, stats, probes)
         except Exception as error:
-            log.warning("a probe of %s failed (%s); training goes on", site, error)
+            self._failed("tap", site.name, probes, error)
 
-    def _on_forward(self, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_forward(
+        self, recorder: Recorder, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         key = args[1] if len(args) > 1 else kwargs.get("key")
         if not isinstance(key, Tensor) or not torch.is_grad_enabled() or not key.requires_grad:
+            return
+        if key.dim() != 4:
+            text = f"keys of shape {tuple(key.shape)} are packed, and the sum over each sequence cannot be told apart"
+            self._miss(site, ("key_col_sum",), text)
             return
         seen = self._keys.get(id(key))
         if seen is not None and seen() is key:  # a non-reentrant recompute runs forward again on the same tensor
             return
         self._keys[id(key)] = weakref.ref(key)
-        handle = key.register_hook(partial(self._on_key_gradient, site))
+        batch_first = str(getattr(module, "qkv_format", "sbhd")).startswith("bshd")
+        handle = key.register_hook(partial(self._on_key_gradient, recorder, site, batch_first))
         self._undo.append(handle.remove)
 
-    def _on_key_gradient(self, site: str, gradient: Tensor) -> None:
+    def _on_key_gradient(self, recorder: Recorder, site: str, batch_first: bool, gradient: Tensor) -> None:
         try:
-            self._recorder.add_key_gradient(site, gradient)
+            recorder.add_key_gradient(site, gradient.transpose(0, 1) if batch_first else gradient)
         except Exception as error:
-            log.warning("a probe of %s failed (%s); training goes on", site, error)
+            self._failed("key", site, ("key_col_sum",), error)
+
+    def _add_gains(self, active: Mapping[str, tuple[Site, frozenset[str]]]) -> None:
+        for name, (site, probes) in active.items():
+            try:
+                gains = site.gains() if "gain_share" in probes else None
+                if gains is not None:
+                    self._recorder.set_gains(name, *gains)
+            except Exception as error:
+                self._failed("gains", name, ("gain_share",), error)
+
+    # -------------------------------------------------------------------------------------------- what went wrong
+    def _miss(self, site: str, probes: Iterable[str], text: str) -> None:
+        """Remember why a site has no value for these probes in this step; the first reason stays."""
+        for probe in probes:
+            self._missing.setdefault(site, {}).setdefault(probe, text)
+
+    def _failed(self, cause: str, site: str, probes: Iterable[str], error: Exception) -> None:
+        self._miss(site, probes, f"the probe failed ({error})")
+        self._warn(f"{cause}:{type(error).__name__}", f"a probe of {site} failed ({error}); training goes on")
+
+    def _warn(self, cause: str, text: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning(text)
 
     # -------------------------------------------------------------------------------------------- records
     def _metadata(self, active: Mapping[str, tuple[Site, frozenset[str]]]) -> dict[str, str]:
-        reasons = {name: r for name, (site, probes) in active.items() if (r := refusals(site, probes, self.world))}
+        reasons = {
+            name: r
+            for name, (site, probes) in active.items()
+            if (r := {**self._missing.get(name, {}), **refusals(site, probes, self.world)})
+        }
         backends = sorted({self._backends.get(name) or self.backend or "unknown" for name in active})
         return {
             "dm_plugin.version": __version__,
@@ -213,10 +276,10 @@ class ProbeSession:
         state = (request.id if request is not None else None, active)
         if state == self._reported or (self._reported is None and request is None):
             return
-        self._reported = state
         word = "probing" if active else "waiting" if request is not None and request.action == "start" else "idle"
         dumps, watcher = self.dumps, self.watcher
-        dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total))
+        if dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total)):
+            self._reported = state  # else the queue is full: tried again at the next step
 
     def _write_scalars(self, step: int, record: Mapping[str, np.ndarray]) -> None:
         values = scalars(record)
@@ -250,11 +313,16 @@ def refusals(site: Site, probes: Iterable[str], world: Mapping[str, int]) -> dic
 
 def _no_key_sum(site: Site, world: Mapping[str, int]) -> str | None:
     """Why sum_j dK is not zero in exact arithmetic here, so that its value would be no residual."""
-    if world.get("cp_size", 1) > 1:
+
+    def of(name: str) -> Any:
+        own = getattr(site.module, name, None)
+        return getattr(site.config, name, None) if own is None else own
+
+    if max(world.get("cp_size", 1), of("context_parallel_size") or 1) > 1:
         return "keys are split over context-parallel ranks, and the sum over a part of the keys is not zero"
-    if getattr(site.config, "softmax_type", "vanilla") != "vanilla":
+    if (of("softmax_type") or "vanilla") != "vanilla" or of("softmax_offset") is not None:
         return "attention sinks take a share of each row, so the sum over keys is not zero"
-    if getattr(site.config, "attn_logit_softcapping", None):
+    if of("attn_logit_softcapping") or of("softcap"):
         return "softcapped logits are not shift invariant, so the sum over keys is not zero"
     return None
 
@@ -271,6 +339,15 @@ def scalars(record: Mapping[str, np.ndarray]) -> dict[str, float]:
                 LOG10_LOW + (bin_ - 0.5) / BINS_PER_DECADE if bin_ else -math.inf
             )
     return out
+
+
+def process_rank() -> int:
+    """The global rank: torch.distributed's if it is initialised, else RANK of the environment, else 0."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else 0
 
 
 def _layer(site: Site) -> int | None:

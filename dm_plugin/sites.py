@@ -58,7 +58,7 @@ def find_sites(model: nn.Module | Iterable[nn.Module]) -> list[Site]:
                 raise ValueError(f"two attention modules are both named {name}; give each its own layer_number")
             norms = [getattr(parent, n, None) for n in ("q_layernorm", "k_layernorm")]
             q_norm, k_norm = (n if isinstance(n, nn.Module) else None for n in norms)
-            config = getattr(parent, "config", None)
+            config = getattr(parent, "config", None) or getattr(core, "config", None)
             sites[name] = Site(name, core, q_norm, k_norm, number, _zero_centered(q_norm, config), config)
     return list(sites.values())
 

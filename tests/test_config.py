@@ -50,6 +50,9 @@ BAD = {
     "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {LogStuff: {}}}": r"dm_plugin has \['LogStuff'\]; known features are",
     "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, frequency: 3}}}": "unknown key 'frequency'",
     "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, probes: [rowsum]}}}": r"probes=\['rowsum'\] must be a list from",
+    "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, probes: [[x]]}}}": r"probes=\[\['x'\]\] must be a list from",
+    "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {1: {}, LogStuff: {}}}": r"dm_plugin has \[1, 'LogStuff'\]",
+    "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, on: 1, off: 2, every: 3}}}": "unknown key",
     "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, freq: 0}}}": "DumpAttentionProbes: freq=0 is not a schedule frequency",
     "a: {enabled: True, layers: {layer_types: [x]}, dm_plugin: {DumpAttentionProbes: {enabled: True, start_end_list: [[5, 1]]}}}": "start_end_list=",
 }

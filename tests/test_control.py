@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 
@@ -17,7 +18,7 @@ def test_layer_lists(text, want) -> None:
     assert parse_layers(text) == want
 
 
-@pytest.mark.parametrize("text", ["3-1", "a", "1,,2", "-1"])
+@pytest.mark.parametrize("text", ["3-1", "a", "1,,2", "-1", "0-99999999999"])
 def test_bad_layer_lists_name_the_part(text) -> None:
     with pytest.raises(ValueError, match="neither a layer number nor a range"):
         parse_layers(text)
@@ -57,7 +58,17 @@ def test_a_request_is_read_once_and_covers_its_steps(tmp_path, monkeypatch) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"schema": 9}', '{"schema": 1, "action": "burn"}', '{"schema": 1, "action": "start", "layers": [1]}'],
+    [
+        "{",
+        "[]",
+        '{"schema": 9}',
+        '{"schema": 1, "action": "burn"}',
+        '{"schema": 1, "action": "start", "layers": [1]}',
+        '{"schema": 1, "action": "start", "layers": "0-99999999999"}',
+        '{"schema": 1, "action": "start", "probes": [[1]]}',
+        "[" * 50_000,
+        " " * 100_000,
+    ],
 )
 def test_a_corrupt_request_is_ignored_with_one_warning(tmp_path, caplog, text) -> None:
     (tmp_path / control.REQUEST).write_text(text)
@@ -78,3 +89,12 @@ def test_status_collects_every_rank_and_survives_a_half_written_one(tmp_path) ->
     control.send(tmp_path, "start")
     assert control.status(tmp_path)[0]["action"] == "start"
     assert json.loads((tmp_path / control.REQUEST).read_text())["schema"] == 1
+
+
+def test_a_pipe_or_a_folder_in_the_requests_place_holds_no_job_up(tmp_path, caplog) -> None:
+    for i, make in enumerate((os.mkfifo, os.mkdir)):
+        run = tmp_path / str(i)
+        run.mkdir()
+        make(run / control.REQUEST)
+        assert Watcher(run).poll(0) is None
+    assert caplog.text.count("is no regular file") == 2

@@ -34,7 +34,6 @@ def report(tmp_path_factory):
 def test_every_kernel_keeps_its_register_plan(report):
     """No spill in a release kernel and no serialised wgmma: either would be a silent slow-down."""
     assert report["problems"] == []
-    assert report["seconds"] < 180
 
 
 def test_every_stage_is_compiled_for_every_head_dim(report):

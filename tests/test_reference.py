@@ -332,3 +332,25 @@ def test_a_bad_number_reaches_what_it_touches_and_nothing_else(fmt: str, bad: fl
             assert dq_bad.equal(rows >= at)
         assert int(s.codes[name].nonfinite) == 1
         assert sum(int(s.codes[n].nonfinite) for n in ("q", "k", "v", "do")) == 1
+
+
+def test_code_statistics_count_what_the_codes_lost_and_only_pairs_that_exist() -> None:
+    q, k, v, do = gaussian(130, 2)
+    q[0, 5, 0] = 0
+    q[0, 6, 0, :32] = 1e-6  # below the smallest code of its block
+    s = run(q, k, v, do)[-1]
+    assert int(s.codes["q"].underflowed) == 32
+    assert float(s.codes["q"].amax) == float(q.abs().max())
+    assert int(s.codes["q"].count) == q.numel()
+    assert int(s.codes["p"].count) == int(s.codes["ds"].count) == 2 * 130 * 131 // 2
+    assert 0 < int(s.codes["ds"].underflowed) < int(s.codes["ds"].count)
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_the_largest_logit_is_that_of_the_scores_the_user_knows(center: bool) -> None:
+    q, k, v, do = gaussian(130, 2, spread=3.0)
+    k = k + 4
+    s = run(q, k, v, do, center_k=center)[-1]
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+    top = scores.masked_fill(torch.ones(130, 130, dtype=torch.bool).triu(1), -math.inf).amax((-1, -2))
+    assert torch.allclose(s.max_logit, top, rtol=0.05)

@@ -1,13 +1,18 @@
-"""ProbeSession: nothing when off, exact sums when on, nothing left behind; and the field cases of hooks (A02, A08, A16)."""
+"""ProbeSession: nothing when off, exact sums when on, nothing left behind. Field cases of hooks: field/test_hook_cases.py."""
 
 import gc
 import json
 import logging
+import subprocess
+import sys
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from probe_session import dumps_of, hooks, session_for
 from tiny_model import Model, OtherCore, OurCore, train
 from torch import nn
 
@@ -15,22 +20,9 @@ from dm_plugin import control
 from dm_plugin.config import ProbeConfig
 from dm_plugin.dump import find_dumps, read_file
 from dm_plugin.recorder import Recorder
-from dm_plugin.session import ProbeSession, scalars
+from dm_plugin.session import ProbeSession, process_rank, refusals, scalars
 
-RECOMPUTE = ["none", "selective", "selective non-reentrant", "full", "full non-reentrant"]
-
-
-def session_for(model: nn.Module, out, freq: int = 1, **options) -> ProbeSession:
-    return ProbeSession(ProbeConfig.default(freq=freq), out, **options).attach(model)
-
-
-def dumps_of(out) -> list[tuple[dict, dict]]:
-    return [read_file(f.path) for f in find_dumps(out)]
-
-
-def hooks(model: nn.Module) -> int:
-    count = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in model.modules())
-    return count + sum(getattr(m, "tap", None) is not None for m in model.modules())
+SITE = "decoder.layers.0.self_attention.core_attention"
 
 
 @pytest.mark.parametrize("core", [OurCore, OtherCore])
@@ -63,81 +55,6 @@ def test_off_means_no_hook_and_detach_leaves_nothing(core, tmp_path) -> None:
     del session
     gc.collect()
     assert ref() is None
-
-
-@pytest.mark.parametrize("core", [OurCore, OtherCore])
-def test_A02_recompute_counts_once_and_changes_no_recorded_bit(core, tmp_path) -> None:
-    """4 layers x 3 microbatches: 12 records a step whatever is recomputed, values bitwise equal in all five runs."""
-    runs = []
-    for kind in RECOMPUTE:
-        model = Model(layers=4, core=core)
-        with session_for(model, tmp_path / kind) as session:
-            train(model, session, steps=1, microbatches=3, recompute=kind)
-        ((_, arrays),) = dumps_of(tmp_path / kind)
-        counts = {k: int(x) for k, x in arrays.items() if k.endswith("records.count")}
-        assert list(counts.values()) == [3] * 4, kind
-        runs.append(arrays)
-    for other in runs[1:]:
-        assert other.keys() == runs[0].keys()
-        for key, x in runs[0].items():
-            np.testing.assert_array_equal(other[key], x, err_msg=key)
-
-
-def test_A08_zero_centred_and_plain_gains_give_the_same_share_and_all_zero_is_one_over_d(tmp_path) -> None:
-    from dm_plugin.residuals import gain_share
-
-    w = torch.zeros(128)
-    w[7] = 1.0
-    plain, centred = Model(width=512, heads=4), Model(width=512, heads=4, zero_centered=True)
-    for model, value in ((plain, 1 + w), (centred, w)):
-        for layer in model.decoder.layers:
-            layer.self_attention.q_layernorm.weight.data.copy_(value)
-            layer.self_attention.k_layernorm.weight.data.copy_(value)
-    shares = []
-    for model in (plain, centred):
-        site = ProbeSession(ProbeConfig(), None, control=False).attach(model).sites[0]
-        shares.append(gain_share(*site.gains()).item())
-    assert shares[0] == shares[1] == pytest.approx(16 / 143, abs=1e-6)
-    for layer in centred.decoder.layers:
-        layer.self_attention.q_layernorm.weight.data.zero_()
-        layer.self_attention.k_layernorm.weight.data.zero_()
-    site = ProbeSession(ProbeConfig(), None, control=False).attach(centred).sites[0]
-    assert gain_share(*site.gains()).item() == 1 / 128
-    assert gain_share(torch.zeros(8), torch.zeros(8)).item() == 0.0
-
-
-def test_A16_two_hundred_probed_steps_hold_no_more_memory_than_ten(tmp_path) -> None:
-    model = Model(layers=2)
-    with session_for(model, tmp_path, freq=10) as session:
-        alive = []
-        for rounds in (10, 190):
-            train(model, session, steps=rounds, tokens=8)
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            alive.append(sum(type(x) is torch.Tensor for x in gc.get_objects()))
-        assert alive[1] <= alive[0]
-    x = torch.randn(8, 2, 32, requires_grad=True)
-    session = session_for(model, tmp_path / "b")
-    session.begin(0)
-    y = model(x)
-    ctx = weakref.ref(find_node(y.grad_fn, "_ReferenceBackward"))
-    y.sum().backward()
-    session.step(0)
-    del y
-    gc.collect()
-    assert ctx() is None
-    session.close()
-
-
-def find_node(node, name: str):
-    """The first autograd node of that type below `node`."""
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == name:
-            return node
-        stack += [n for n, _ in node.next_functions if n is not None]
-    raise AssertionError(f"no {name}")
 
 
 def test_sums_of_microbatches_are_the_sums_of_their_parts(tmp_path) -> None:
@@ -216,6 +133,7 @@ def test_a_backend_without_a_tap_gives_its_exact_key_column_sums_and_says_why_no
         ({"softmax_type": "learnable"}, {}, "attention sinks"),
         ({"attn_logit_softcapping": 30.0}, {}, "softcapped"),
         ({}, {"cp_size": 2}, "context-parallel"),
+        ({"context_parallel_size": 2}, {}, "context-parallel"),  # a session that was told nothing of the world
     ],
 )
 def test_a_sum_that_is_not_zero_in_exact_arithmetic_is_refused_not_reported(config, world, text, tmp_path) -> None:
@@ -246,13 +164,183 @@ def test_bad_numbers_are_counted_and_spread_into_no_sum(tmp_path) -> None:
     assert arrays[f"{site}/codes.q.nonfinite"] > 0
 
 
-def test_a_failing_probe_is_a_warning_and_training_goes_on(tmp_path, caplog, monkeypatch) -> None:
-    plain = train(Model())
-    monkeypatch.setattr(Recorder, "add", lambda *a: 1 / 0)
-    model = Model()
+@pytest.mark.parametrize(
+    ("method", "core"), [("add", OurCore), ("add_key_gradient", OtherCore), ("set_gains", OurCore)]
+)
+def test_a_failing_probe_is_one_warning_and_a_reason_in_the_dump(method, core, tmp_path, caplog, monkeypatch) -> None:
+    plain = train(Model(core=core))
+    monkeypatch.setattr(Recorder, method, lambda *a: 1 / 0)
+    model = Model(core=core)
     with session_for(model, tmp_path) as session, caplog.at_level(logging.WARNING, logger="dm_plugin"):
-        assert train(model, session) == plain
+        assert train(model, session, microbatches=2) == train(Model(core=core), microbatches=2)
+        assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
+    assert len(plain) == len(dumps_of(tmp_path)) == 3
+    reasons = json.loads(dumps_of(tmp_path)[-1][0]["dm_plugin.reasons"])[SITE]
+    assert "the probe failed (division by zero)" in reasons.values()
+
+
+def test_a_record_that_cannot_be_built_counts_as_lost(tmp_path, caplog, monkeypatch) -> None:
+    model = Model(layers=1)
+    with session_for(model, tmp_path) as session, caplog.at_level(logging.WARNING, logger="dm_plugin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "drain", lambda *a: 1 / 0)
+            train(model, session, steps=2)
+        train(model, session, steps=1)
+    assert caplog.text.count("is lost (division by zero); training goes on") == 1
+    assert dumps_of(tmp_path)[0][0]["dm_plugin.lost"] == "2"
+
+
+def test_a_hook_that_cannot_be_made_is_one_warning(tmp_path, caplog) -> None:
+    model = Model(layers=2, core=OtherCore)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.supports_tap = True  # but it has no `tap`
+    with session_for(model, tmp_path) as session, caplog.at_level(logging.WARNING, logger="dm_plugin"):
+        train(model, session, steps=2)
+    assert caplog.text.count("training goes on") == 1
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.randn(16, 2, 32, requires_grad=True)).square().mean().backward()
+
+
+def test_an_abandoned_step_and_a_late_backward_are_in_no_other_record(tmp_path) -> None:
+    # guards: sums of a step that an exception cut short, added to the next probed step
+    model = Model(layers=1)
+    with session_for(model, tmp_path) as session:
+        session.begin(0)
+        late = model(torch.randn(16, 2, 32, requires_grad=True)).sum()
+        backward(model)  # and step(0) never comes
+        session.begin(1)
+        late.backward()
+        backward(model)
+        session.step(1)
+    ((_, arrays),) = dumps_of(tmp_path)
+    assert arrays[f"{SITE}/records.count"] == 1
+
+
+def test_a_probe_refused_by_a_layer_is_not_recorded(tmp_path) -> None:
+    model = Model(layers=1)
+    model.decoder.layers[0].self_attention.core_attention.refuse_probe = {"row_sum": "a sink takes a share"}
+    with session_for(model, tmp_path) as session:
+        train(model, session, steps=1)
+    ((meta, arrays),) = dumps_of(tmp_path)
+    assert json.loads(meta["dm_plugin.reasons"]) == {SITE: {"row_sum": "a sink takes a share"}}
+    assert not [key for key in arrays if "row_sum_p" in key]
+    assert f"{SITE}/entropy.num" in arrays
+
+
+@pytest.mark.parametrize(
+    "change", [{"softmax_type": "learnable"}, {"softmax_offset": torch.zeros(4)}, {"softcap": 30.0}]
+)
+def test_sinks_and_softcaps_are_seen_on_the_core_attention_too(change) -> None:
+    model = Model(layers=1, core=OtherCore)
+    attention = model.decoder.layers[0].self_attention
+    for name, value in change.items():
+        setattr(attention.core_attention, name, value)
+    (site,) = ProbeSession(ProbeConfig(), None, control=False).attach(model).sites
+    assert "key_col_sum" in refusals(site, ["key_col_sum"], {})
+    del attention.config
+    attention.core_attention = OtherCore(1)
+    attention.core_attention.config = SimpleNamespace(softmax_type="off-by-one")
+    (site,) = ProbeSession(ProbeConfig(), None, control=False).attach(model).sites
+    assert "attention sinks" in refusals(site, ["key_col_sum"], {})["key_col_sum"]
+
+
+class Product(nn.Module):
+    """A stand-in for attention over keys of any layout."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.qkv_format = layout
+
+    def forward(self, query, key, value):
+        return query * key
+
+
+def key_record(out: Path, layout: str, shape: tuple[int, ...]) -> tuple[dict, dict]:
+    parent = nn.Module()
+    parent.core_attention = Product(layout)
+    gen = torch.Generator().manual_seed(0)
+    key, query = (torch.randn(shape, generator=gen) for _ in range(2))
+    if layout.startswith("bshd"):
+        key, query = key.transpose(0, 1), query.transpose(0, 1)
+    with ProbeSession(ProbeConfig.default(freq=1), out).attach(parent) as session:
+        session.begin(0)
+        parent.core_attention(query, key.requires_grad_(), None).sum().backward()
+        session.step(0)
+    return dumps_of(out)[0]
+
+
+def test_key_sums_run_over_tokens_in_either_layout_and_packed_keys_are_refused(tmp_path) -> None:
+    sbhd = key_record(tmp_path / "s", "sbhd", (10, 3, 2, 8))[1]
+    bshd = key_record(tmp_path / "b", "bshd_bshd_bshd", (10, 3, 2, 8))[1]
+    assert sbhd["core_attention/key_col_sum.count"] == 3
+    for key, value in sbhd.items():
+        np.testing.assert_array_equal(bshd[key], value, err_msg=key)
+    meta, arrays = key_record(tmp_path / "t", "thd_thd_thd", (10, 2, 8))
+    assert not [key for key in arrays if "key_col_sum" in key]
+    assert "are packed" in json.loads(meta["dm_plugin.reasons"])["core_attention"]["key_col_sum"]
+
+
+def test_a_layer_without_a_backward_pass_and_a_field_not_given_leave_a_reason(tmp_path) -> None:
+    model = Model(layers=1, core=OtherCore)
+    with session_for(model, tmp_path / "none") as session:
+        session.begin(0)
+        with torch.no_grad():
+            model(torch.randn(8, 1, 32))
+        session.step(0)
+    ((meta, _),) = dumps_of(tmp_path / "none")
+    assert "no backward pass" in json.loads(meta["dm_plugin.reasons"])[SITE]["key_col_sum"]
+    model = Model(layers=1)
+    with session_for(model, tmp_path / "field") as session:
+        session.begin(0)
+        from test_recorder import stats
+
+        model.decoder.layers[0].self_attention.core_attention.tap(stats(entropy=None))
+        session.step(0)
+    ((meta, _),) = dumps_of(tmp_path / "field")
+    assert json.loads(meta["dm_plugin.reasons"])[SITE] == {"entropy": "test hands out no entropy on this rank"}
+
+
+def test_a_section_that_matches_no_layer_is_said(caplog) -> None:
+    text = "typo: {enabled: True, layers: {layer_name_regex_pattern: 'decoder.layer'}, dm_plugin: {DumpAttentionProbes: {enabled: True}}}"
+    with caplog.at_level(logging.WARNING, logger="dm_plugin"):
+        ProbeSession(ProbeConfig.from_yaml(text), None).attach(Model(layers=1))
+    assert (
+        f"section typo of the probe config matches no attention site; sites here are named like {SITE}" in caplog.text
+    )
+
+
+JOB = """
+import sys
+sys.path.insert(0, sys.argv[3])
+import torch
+from probe_session import session_for
+from tiny_model import Model, train
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=int(sys.argv[2]), world_size=2)
+model = Model(layers=2)
+session = session_for(model, sys.argv[1])
+train(model, session, steps=4)
+"""
+
+
+def test_a_job_without_rank_numbers_or_close_writes_every_ranks_last_dump_and_exits_cleanly(tmp_path) -> None:
+    # guards: every rank writing as rank 0, of which readers keep the last; and the writer thread dying in the middle of a dump when the
+    # interpreter ends (a lost record, at times an abort)
+    job = [sys.executable, "-c", JOB, str(tmp_path / "dumps")]
+    ranks = [subprocess.Popen([*job, str(rank), str(Path(__file__).parent)]) for rank in range(2)]
+    assert [r.wait() for r in ranks] == [0, 0]
+    assert [(f.step, f.rank) for f in find_dumps(tmp_path / "dumps")] == [(s, r) for s in range(4) for r in range(2)]
+
+
+@pytest.mark.parametrize(("text", "want"), [("3", 3), ("", 0), ("x", 0)])
+def test_before_torch_distributed_the_rank_is_that_of_the_environment(text, want, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", text)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert process_rank() == want
+    assert ProbeSession(ProbeConfig(), None).rank == want
+    assert ProbeSession(ProbeConfig(), None, rank=7).rank == 7
 
 
 def test_a_request_file_starts_and_stops_probes_of_a_running_job(tmp_path) -> None:
@@ -315,10 +403,10 @@ def test_a_model_without_attention_sites_is_refused() -> None:
         ProbeSession(ProbeConfig(), None).attach(nn.Linear(2, 2))
 
 
-def test_an_idle_step_costs_less_than_50_microseconds(tmp_path) -> None:
+def test_an_idle_step_of_48_layers_costs_less_than_50_microseconds(tmp_path) -> None:
     import time
 
-    session = session_for(Model(layers=2), tmp_path, freq=10**9)
+    session = session_for(Model(layers=48), tmp_path, freq=10**9)
     session.begin(1)
     times = []
     for step in range(2, 402):

@@ -1,4 +1,4 @@
-"""Sites: one global name a layer in every split of the model (field case A04), and gains as the norm means them."""
+"""Sites: names free of wrappers, and gains as the norm means them. Field case A04: field/test_hook_cases.py."""
 
 from types import SimpleNamespace
 
@@ -16,25 +16,6 @@ SPLITS = {
     "PP=4, last stage of 1": [range(1, 5), range(5, 9), range(9, 12), range(12, 13)],
     "PP=2 x VPP=2": [[*range(1, 4)], [*range(7, 10)], [*range(4, 7)], [*range(10, 13)]],
 }
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_A04_twelve_layers_keep_their_ids_in_every_pipeline_split(split: str) -> None:
-    chunks = [Model(layers=list(numbers)) for numbers in SPLITS[split]]
-    assert sorted((s.name for s in find_sites(chunks)), key=IDS.index) == IDS
-    if split == "PP=2 x VPP=2":  # one rank holds two chunks
-        assert [s.name for s in find_sites(chunks[:2])] == IDS[:3] + IDS[6:9]
-
-
-def test_A04_a_prediction_layer_never_takes_a_decoder_id() -> None:
-    model = Model(layers=12)
-    mtp = Model(layers=[1]).decoder.layers[0]
-    model.mtp = nn.Module()
-    model.mtp.layers = nn.ModuleList([nn.Module()])
-    model.mtp.layers[0].transformer_layer = mtp
-    names = [s.name for s in find_sites(model)]
-    assert names[:12] == IDS
-    assert names[12:] == ["mtp.layers.0.transformer_layer.self_attention.core_attention"]
 
 
 def test_wrappers_do_not_change_a_name() -> None:

@@ -43,7 +43,7 @@ function extent(lists, log) {
 function logScale([low, high], [from, to]) {
   const a = Math.floor(Math.log10(low) + 1e-9), b = Math.max(a + 1, Math.ceil(Math.log10(high) - 1e-9));
   const at = (x) => from + ((Math.log10(Math.max(x, 10 ** a)) - a) / (b - a)) * (to - from);
-  const every = Math.max(1, Math.ceil((b - a) / Math.max(2, Math.abs(to - from) / 34)));
+  const every = Math.max(1, Math.ceil((b - a) / Math.max(2, Math.abs(to - from) / (to > from ? 46 : 34))));
   at.ticks = [];
   for (let e = a; e <= b; e++) if ((b - e) % every === 0) at.ticks.push([10 ** e, power(e)]);
   at.domain = [10 ** a, 10 ** b];
@@ -55,7 +55,7 @@ function linearScale([low, high], [from, to], nice = true) {
   const a = nice ? Math.floor(low / unit) * unit : low, b = nice ? Math.ceil(high / unit - 1e-9) * unit || unit : high;
   const at = (x) => from + ((x - a) / (b - a || 1)) * (to - from);
   at.ticks = [];
-  for (let t = Math.ceil(a / unit - 1e-9) * unit; t <= b + unit * 1e-6; t += unit) at.ticks.push([t, String(Number(t.toPrecision(6)))]);
+  for (let k = Math.ceil(a / unit - 1e-9); k * unit <= b + unit * 1e-6; k++) at.ticks.push([k * unit, String(Number((k * unit).toPrecision(6)))]);
   at.domain = [a, b];
   return at;
 }
@@ -101,7 +101,7 @@ function spreadLabels(labels, low, high, gap = 13) { // keep end labels apart: [
 // series: [{name, colour, x, y, dashed, faint}]; a reader line moves with the pointer or the arrow keys
 function lineChart(box, { label, series, log = true, xLabel = "step", yLabel = "", height = 230, clip = null, shade = [] }) {
   const width = box.clientWidth || 640, ends = series.filter((s) => !s.quiet);
-  const right = Math.min(130, 16 + 7 * Math.max(0, ...ends.map((s) => s.name.length)));
+  const right = 16 + 7.4 * Math.max(0, ...ends.map((s) => s.name.length));
   const f = frame(width, height, label, [20, right, 30, 44]);
   const sx = linearScale(extent(series.map((s) => s.x), false), f.x, false);
   const range = clip || extent(series.map((s) => s.y), log);

@@ -3,7 +3,7 @@
 const ROW_ZONES = ZONES.map(([a, b, name]) => [a, b, name]);
 
 function card(title, caption, ...body) {
-  return el("figure", {}, el("h3", {}, title), ...body, el("figcaption", {}, caption));
+  return el("figure", {}, el("h3", {}, title), el("figcaption", {}, caption), ...body);
 }
 function chartCard(title, caption, draw, table) { // draw(box) needs the box in the page to know its width
   const box = el("div", { class: "chart-box" });
@@ -14,7 +14,7 @@ function chartCard(title, caption, draw, table) { // draw(box) needs the box in 
 function seriesOf(key, options = {}) { // one line per arm that recorded this measure for the chosen layer
   return arms.flatMap((a) => {
     const i = siteIndex(a), y = i >= 0 && a.series[key] ? a.series[key][i] : null;
-    return y && y.some(finite) ? [{ name: a.label, colour: a.colour, x: a.last, y, ...options }] : [];
+    return y && y.some(finite) ? [{ name: shortName(a), colour: a.colour, x: a.last, y, ...options }] : [];
   });
 }
 function stepTable(groups) { // groups: [[heading, series]]
@@ -30,18 +30,22 @@ function residualCards() {
     (box) => lineChart(box, { label: "row residual before the cast by step", series: pre, shade: ROW_ZONES, clip: [1e-9, Math.max(1, ...pre.flatMap((s) => s.y.filter(finite)))] }), () => stepTable([["", pre]])));
   if (post.length) out.push(chartCard("Row residual after the cast", `${defined("row_sum_post.median")} The cast of dS to FP8 leaves this much even when the delta matches.`,
     (box) => lineChart(box, { label: "row residual after the cast by step", series: post }), () => stepTable([["", post]])));
-  const key = seriesOf("key_col_sum.ratio");
+  return out;
+}
+function keyCards() {
+  const key = seriesOf("key_col_sum.ratio"), top = seriesOf("gain_share.top1"), out = [];
   if (key.length) out.push(chartCard("Key-gradient columns", `${defined("key_col_sum.ratio")} Seen from outside, so every backend has it.`,
     (box) => lineChart(box, { label: "key column residual by step", series: key }), () => stepTable([["", key]])));
+  if (top.length) out.push(chartCard("Largest channel's share by step", defined("gain_share.top1"), (box) => lineChart(box, { label: "top-1 gain share by step", series: top }), () => stepTable([["", top]])));
   return out;
 }
 
 function bucketCards() { // grouped dots: bucket on x, residual on a log axis
   const out = [];
   for (const [probe, when] of [["row_sum_pre", "before"], ["row_sum_post", "after"]]) {
-    const rows = arms.flatMap((a) => { const i = siteIndex(a), y = i >= 0 && a.topP[probe] ? a.topP[probe][i] : null; return y && y.some(finite) ? [{ name: a.label, colour: a.colour, y }] : []; });
+    const rows = arms.flatMap((a) => { const i = siteIndex(a), y = i >= 0 && a.topP[probe] ? a.topP[probe][i] : null; return y && y.some(finite) ? [{ name: shortName(a), colour: a.colour, y }] : []; });
     if (!rows.length) continue;
-    out.push(chartCard(`By the row's largest probability, ${when} the cast`, `Median over the rows of each bucket of |Σⱼ dSᵢⱼ| / Σⱼ |dSᵢⱼ| ${when} the cast, latest quarter of the probed steps. Sharp rows are where a wrong delta does its damage.`,
+    out.push(chartCard(`By the row's largest probability, ${when} the cast`, `Median over the rows of each bucket of |Σⱼ dSᵢⱼ| / Σⱼ |dSᵢⱼ| ${when} the cast, latest quarter of the probed steps. Sharp rows are where a wrong delta does its damage. A mark on the bottom line: exactly zero or below 1e-10.`,
       (box) => bucketChart(box, rows, `row residual by top probability, ${when} the cast`), () => tableOf(["largest P of the row", ...rows.map((r) => r.name)], DATA.topLabels.map((label, b) => [label, ...rows.map((r) => fmt(r.y[b], 3))]))));
   }
   return out;
@@ -64,7 +68,7 @@ function armKey(rows) {
 function histogramCards() {
   const out = [];
   for (const [probe, when] of [["row_sum_pre", "before"], ["row_sum_post", "after"]]) {
-    const rows = arms.flatMap((a) => { const i = siteIndex(a), h = i >= 0 && a.hist[probe] ? a.hist[probe][i] : null; return h && h.n.length + h.under + h.over ? [{ name: a.label, colour: a.colour, h }] : []; });
+    const rows = arms.flatMap((a) => { const i = siteIndex(a), h = i >= 0 && a.hist[probe] ? a.hist[probe][i] : null; return h && h.n.length + h.under + h.over ? [{ name: shortName(a), colour: a.colour, h }] : []; });
     if (!rows.length) continue;
     out.push(chartCard(`All rows, ${when} the cast`, `Share of rows by |Σⱼ dSᵢⱼ| / Σⱼ |dSᵢⱼ| ${when} the cast, ten bins a decade, latest quarter of the probed steps. ${rows.map((r) => `${r.name}: ${r.h.under} rows below 1e-10 or exactly zero, ${r.h.over} above 100 or not finite`).join("; ")}.`,
       (box) => histogramChart(box, rows, `histogram of row residuals ${when} the cast`),
@@ -98,16 +102,14 @@ function channelCards() {
   if (rows.length) {
     const n = Math.max(...rows.map((r) => r.y.length)), [low, high] = extent(rows.map((r) => r.y), true);
     const node = chartCard("Key-gradient columns by channel", "Each cell: |Σⱼ dKⱼc| / Σⱼ |dKⱼc| of one channel c, both summed over sequences and key heads, latest quarter of the probed steps.",
-      (box) => heatMap(box, { label: "key column residual by channel and arm", grid: rows.map((r) => r.y), rows: rows.map((r) => clip(r.a.label, 14)), columns: Array.from({ length: n }, (_, c) => c), columnWord: "channel", range: [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 1e-6)], describe: (r, c, v) => `${rows[r].a.label}, channel ${c}: ${fmt(v, 3)}` }),
+      (box) => heatMap(box, { label: "key column residual by channel and arm", grid: rows.map((r) => r.y), rows: rows.map((r) => shortName(r.a)), columns: Array.from({ length: n }, (_, c) => c), columnWord: "channel", range: [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 1e-6)], describe: (r, c, v) => `${rows[r].a.label}, channel ${c}: ${fmt(v, 3)}` }),
       () => tableOf(["channel", ...rows.map((r) => r.a.label)], Array.from({ length: n }, (_, c) => [String(c), ...rows.map((r) => fmt(r.y[c], 3))])));
     node.classList.add("wide");
     out.push(node);
   }
-  const gains = arms.filter((a) => siteIndex(a) >= 0 && a.gains[siteIndex(a)] && a.gains[siteIndex(a)].length).map((a) => ({ name: a.label, colour: a.colour, g: a.gains[siteIndex(a)], dim: a.gainDim }));
+  const gains = arms.filter((a) => siteIndex(a) >= 0 && a.gains[siteIndex(a)] && a.gains[siteIndex(a)].length).map((a) => ({ name: shortName(a), colour: a.colour, g: a.gains[siteIndex(a)], dim: a.gainDim }));
   if (gains.length) out.push(chartCard("Gains of the query and key norms", `Share of Σ_c (g_q,c g_k,c)² held by the largest channels. ${gains.map((r) => `${r.name}: equal gains would give each ${fmt(1 / r.dim, 3)}`)[0]}.`, (box) => gainChart(box, gains),
     () => tableOf(["arm", "rank", "channel", "share"], gains.flatMap((r) => r.g.map(([c, s], i) => [r.name, String(i + 1), String(c), fmt(s, 3)])))));
-  const top = seriesOf("gain_share.top1");
-  if (top.length) out.push(chartCard("Largest channel's share by step", defined("gain_share.top1"), (box) => lineChart(box, { label: "top-1 gain share by step", series: top }), () => stepTable([["", top]])));
   return out;
 }
 function gainChart(box, rows) {
@@ -147,7 +149,7 @@ function drawDetail() {
   $("layer").replaceChildren(...sites.map((s) => el("option", { value: s, selected: s === view.site }, nameOf(s))));
   const grid = $("detail-grid");
   if (!view.site) { grid.replaceChildren(el("p", { class: "note" }, "No layer was recorded.")); return; }
-  const cards = [...residualCards(), ...bucketCards(), ...histogramCards(), ...channelCards(), ...otherCards()];
+  const cards = [...residualCards(), ...bucketCards(), ...histogramCards(), ...keyCards(), ...channelCards(), ...otherCards()];
   grid.replaceChildren(...cards);
   cards.forEach((c) => c.drawLater && c.drawLater());
   const order = arms[view.arm].verdicts.map((v) => arms[view.arm].sites[v.site]), at = order.indexOf(view.site);
@@ -165,14 +167,14 @@ $("better").addEventListener("click", () => stepLayer(1));
 function drawTraining() {
   const curved = arms.filter((a) => a.curve), grid = $("training-grid");
   if (!curved.length) { grid.replaceChildren(el("p", { class: "note" }, "No training curve (train.jsonl) lies beside these dumps.")); return; }
-  const lines = (key) => curved.filter((a) => a.curve[key].some(finite)).map((a) => ({ name: a.label, colour: a.colour, x: a.curve.step, y: a.curve[key] }));
+  const lines = (key) => curved.filter((a) => a.curve[key].some(finite)).map((a) => ({ name: shortName(a), colour: a.colour, x: a.curve.step, y: a.curve[key] }));
   const cards = [], loss = lines("loss"), norm = lines("gradNorm");
   const merged = Math.max(...curved.map((a) => a.curve.merged));
   if (loss.length) cards.push(chartCard("Loss", `Training loss of each arm${merged > 1 ? `, mean over ${merged} neighbouring steps` : ""}. Tail: ${curved.map((a) => `${a.label} ${fmt(a.curve.tail, 4)}`).join(", ")} (median of the last ${curved[0].curve.tailSteps} steps).`,
     (box) => lineChart(box, { label: "training loss by step", series: loss, log: false, height: 280 }), () => stepTable([["", loss]])));
   const base = curved.find((a) => a.colour === 0);
   if (base && curved.length > 1) {
-    const gap = curved.filter((a) => a !== base).map((a) => ({ name: a.label, colour: a.colour, x: a.curve.step, y: a.curve.step.map((s, i) => { const j = base.curve.step.indexOf(s); return j < 0 || !finite(a.curve.loss[i]) ? null : a.curve.loss[i] - base.curve.loss[j]; }) }));
+    const gap = curved.filter((a) => a !== base).map((a) => ({ name: shortName(a), colour: a.colour, x: a.curve.step, y: a.curve.step.map((s, i) => { const j = base.curve.step.indexOf(s); return j < 0 || !finite(a.curve.loss[i]) ? null : a.curve.loss[i] - base.curve.loss[j]; }) }));
     cards.push(chartCard("Loss against the BF16 arm", `Loss minus that of ${base.label} at the same step, on the same data and seed. Gaps of the size of its step-to-step wobble say nothing.`,
       (box) => lineChart(box, { label: "loss gap by step", series: gap, log: false, height: 280 }), () => stepTable([["", gap]])));
   }

@@ -1,11 +1,14 @@
 "use strict";
 // State, finding, overview ruler, verdict list and layer map. The view lives in the address (#arm=..&layer=..).
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const ZONES = [[1e-11, 1e-5, "ok", "matches"], [1e-5, 1e-3, "watch", "drifts"], [1e-3, 1e2, "bad", "does not match"]];
+for (const m of Object.values(DATA.measures)) m.definition = m.definition.replaceAll("sum_j", "Σⱼ").replaceAll("sum_c", "Σ_c").replaceAll("dS_ij", "dSᵢⱼ").replaceAll("dK_jc", "dKⱼc").replaceAll("^2", "²");
+const ZONES = [[1e-11, 1e-5, "ok", "matches"], [1e-5, 1e-3, "watch", "drifts"], [1e-3, 1e2, "bad", "does not match"]]; // of the solid mark
+const MAP_NAMES = { "row_sum_pre.median": "row residual before the cast", "row_sum_post.median": "row residual after the cast", "key_col_sum.ratio": "key-gradient columns", "delta_gap.ratio": "gap between the delta used and the matched one", "max_logit.max": "largest logit", "entropy.mean": "entropy of the rows", "gain_share.top1": "largest channel's gain share" };
 const SHOWN = 10;
 const view = { arm: 0, site: null, metric: "row_sum_pre.median", all: false };
 const $ = (id) => document.getElementById(id);
 const arms = DATA.arms;
+const shortName = (arm) => clip(arm.label.length <= 14 ? arm.label : arm.name.split("/").pop(), 16); // beside lines
 const overallOf = (arm, key) => (arm.overall || {})[key];
 const worstArm = () => arms.reduce((w, a, i) => (score(a) > score(arms[w]) ? i : w), 0);
 function score(arm) { const v = arm.verdicts[0]; return v ? (v.level === "bad" ? 10 : v.level === "watch" ? 5 : 0) + (v.score || 0) : -1; }
@@ -23,7 +26,7 @@ function finding() {
   }
   const sorted = [...seen].sort((a, b) => overallOf(b, "row_sum_pre.median") - overallOf(a, "row_sum_pre.median"));
   const worst = sorted[0], best = sorted[sorted.length - 1], w = overallOf(worst, "row_sum_pre.median"), b = overallOf(best, "row_sum_pre.median");
-  const parts = [el("strong", { class: `c${worst.colour}`, style: "color:var(--c)" }, worst.label), ` leaves ${fmt(w)} of each gradient row uncancelled before any cast`];
+  const parts = [el("strong", { class: `c${worst.colour}`, style: "color:var(--c)" }, worst.label), ` leaves ${fmt(w)} of the median gradient row uncancelled before any cast`];
   if (seen.length > 1 && w / b >= 1.5) parts.push("; ", el("strong", { class: `c${best.colour}`, style: "color:var(--c)" }, best.label), ` leaves ${fmt(b)}, ${times(w / b)} less`);
   const faulty = arms.flatMap((a) => a.verdicts.filter((v) => v.level === "bad").map((v) => [a, v]));
   parts.push(". ");
@@ -37,8 +40,8 @@ function finding() {
 function times(x) { return x >= 1e4 ? `${(x / 1e3).toPrecision(2).replace(/\.0$/, "") * 1}`.replace(/$/, ",000 times") : `${Number(x.toPrecision(2))} times`; }
 
 function rulerChart() {
-  const box = $("ruler"), width = box.clientWidth || 900, narrow = width < 560, rowH = narrow ? 52 : 40;
-  const f = frame(width, 46 + rowH * arms.length + 28, "Residual of each arm on a log axis; values in the table below", [34, narrow ? 14 : 70, 34, narrow ? 10 : 150]);
+  const box = $("ruler"), width = box.clientWidth || 900, narrow = width < 560, rowH = narrow ? 60 : 46;
+  const f = frame(width, 46 + rowH * arms.length + 28, "Residual of each arm on a log axis; values in the table below", [34, narrow ? 14 : 30, 34, narrow ? 10 : 200]);
   const keys = ["row_sum_pre.median", "row_sum_post.median", "key_col_sum.ratio"];
   const [low, high] = extent(arms.map((a) => keys.map((k) => overallOf(a, k))), true);
   const sx = logScale([Math.min(low, 1e-8), Math.max(high, 0.1)], f.x);
@@ -49,21 +52,22 @@ function rulerChart() {
   }
   for (const [value, text] of sx.ticks) f.root.append(svg("line", { class: "tick", x1: sx(value), x2: sx(value), y1: f.y[0], y2: f.y[0] + 4 }), svg("text", { x: sx(value), y: f.y[0] + 18, "text-anchor": "middle" }, text));
   arms.forEach((arm, i) => {
-    const y = f.y[1] + rowH * (i + 0.5) + (narrow ? 9 : 0), c = arm.colour, [pre, post, key] = keys.map((k) => overallOf(arm, k));
-    f.root.append(svg("text", { class: `name c${c}`, style: "font-size:14px", x: narrow ? f.x[0] + 4 : f.x[0] - 12, y: narrow ? y - 15 : y + 5, "text-anchor": narrow ? "start" : "end" }, clip(arm.label, narrow ? 40 : 19)));
+    const y = f.y[1] + rowH * (i + 0.5) + (narrow ? 2 : 5), c = arm.colour, [pre, post, key] = keys.map((k) => overallOf(arm, k));
+    if (!finite(pre)) f.root.append(svg("rect", { class: "unjudged", x: f.x[0], width: f.x[1] - f.x[0], y: f.y[1] + rowH * i - (i ? 0 : 8), height: rowH + (i ? 0 : 8) }));
+    f.root.append(svg("text", { class: `name c${c}`, style: "font-size:14px", x: narrow ? f.x[0] + 4 : f.x[0] - 12, y: narrow ? y - 15 : y + 5, "text-anchor": narrow ? "start" : "end" }, svg("title", {}, arm.label), clip(arm.label, narrow ? 38 : 23)));
     if (finite(pre) && finite(post)) f.root.append(svg("line", { class: `link c${c}`, x1: sx(pre), x2: sx(post), y1: y, y2: y }));
     if (finite(key)) f.root.append(svg("line", { class: `strip c${c}`, x1: sx(key), x2: sx(key), y1: y - 9, y2: y + 9 }));
     if (finite(post)) f.root.append(mark(c, sx(post), y, true, 1.4));
     if (finite(pre)) f.root.append(mark(c, sx(pre), y, false, 1.7));
     const left = finite(pre) ? pre : key;
     if (!finite(left)) f.root.append(svg("text", { x: f.x[0] + 8, y: y + 4 }, "no residual recorded"));
-    else { const near = sx(left) < f.x[0] + 70; f.root.append(svg("text", { class: "ink", style: "font-weight:650;font-size:13px", x: sx(left) + (near ? 14 : -14), y: y + (near ? -11 : 4.5), "text-anchor": near ? "start" : "end" }, fmt(left))); }
+    else f.root.append(svg("text", { class: "ink", style: "font-weight:650;font-size:13px", x: Math.max(f.x[0] + 22, Math.min(f.x[1] - 22, sx(left))), y: narrow ? y + 21 : y - 12, "text-anchor": "middle" }, fmt(left)));
   });
   box.replaceChildren(f.root);
   const cell = (a, k) => fmt(overallOf(a, k));
   $("ruler-table").replaceChildren(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "arms in numbers" }, tableOf(
-    ["arm", "backend", "row before cast", "row after cast", "key column", "max logit", "loss (tail)", "steps", "layers"],
-    arms.map((a) => [el("span", {}, el("span", { class: `key c${a.colour}` }), a.label), a.backend || "–", ...keys.map((k) => cell(a, k)), cell(a, "max_logit.max"), a.curve ? fmt(a.curve.tail, 4) : "–", a.first.length ? `${a.first[0]}–${a.last[a.last.length - 1]}` : "none", String(a.sites.length)]))));
+    ["arm", "backend", "row before cast", "row after cast", "key column", "max logit", "loss at step", "steps", "layers"],
+    arms.map((a) => [el("span", {}, el("span", { class: `key c${a.colour}` }), a.label), a.backend || "–", ...keys.map((k) => cell(a, k)), cell(a, "max_logit.max"), a.curve ? `${fmt(a.curve.tail, 4)} at ${a.curve.step[a.curve.step.length - 1]}` : "–", a.first.length ? `${a.first[0]}–${a.last[a.last.length - 1]}` : "none", String(a.sites.length)]))));
 }
 function clip(text, n) { return text.length > n ? `${text.slice(0, n - 1)}…` : text; }
 
@@ -77,8 +81,8 @@ function armTabs() {
 function miniRuler(arm, site) {
   const f = frame(190, 20, "", [2, 6, 2, 6]), sx = logScale([1e-8, 1], f.x);
   f.root.setAttribute("aria-hidden", "true"); f.root.setAttribute("class", "chart ruler");
-  for (const [a, b, name] of ZONES) { const l = sx(Math.max(a, 1e-8)), r = sx(Math.min(b, 1)); f.root.append(svg("rect", { class: `zone ${name}`, x: l, width: r - l, y: 5, height: 10 })); }
   const [pre, post, key] = ["row_sum_pre.median", "row_sum_post.median", "key_col_sum.ratio"].map((k) => (arm.now[k] || [])[site]);
+  for (const [a, b, name] of ZONES) { const l = sx(Math.max(a, 1e-8)), r = sx(Math.min(b, 1)); f.root.append(svg("rect", { class: finite(pre) ? `zone ${name}` : "nodata", x: l, width: r - l, y: 5, height: 10 })); }
   const at = (x) => sx(Math.min(x, 1));
   if (finite(pre) && finite(post)) f.root.append(svg("line", { class: `link c${arm.colour}`, x1: at(pre), x2: at(post), y1: 10, y2: 10 }));
   if (!finite(pre) && finite(key)) f.root.append(svg("line", { class: `strip c${arm.colour}`, x1: at(key), x2: at(key), y1: 4, y2: 16 }));
@@ -101,11 +105,11 @@ function layerMap() {
   const arm = arms[view.arm], have = MAPS.filter((k) => arm.series[k]);
   if (!have.length) { $("map").replaceChildren(el("p", { class: "note" }, "Nothing to map for this arm.")); $("map-metric").replaceChildren(); $("map-caption").textContent = ""; $("map-table").replaceChildren(); return; }
   const key = have.includes(view.metric) ? view.metric : have[0], grid = arm.series[key];
-  $("map-metric").replaceChildren(...have.map((k) => el("option", { value: k, selected: k === key }, DATA.measures[k].label)));
+  $("map-metric").replaceChildren(...have.map((k) => el("option", { value: k, selected: k === key }, MAP_NAMES[k])));
   const [low, high] = extent(arms.flatMap((a) => a.series[key] || []), true);
   const split = key === "row_sum_pre.median" || key === "delta_gap.ratio";
   const range = split ? [1e-8, 1] : [10 ** (Math.floor(Math.log10(low) * 2) / 2), 10 ** (Math.ceil(Math.log10(high) * 2 + 1e-6) / 2)];
-  heatMap($("map"), { label: `${DATA.measures[key].label} by layer and step, ${arm.label}`, grid, rows: arm.names, columns: arm.last, columnWord: "step", range, ramp: split ? "split" : "seq", selected: siteIndex(arm),
+  heatMap($("map"), { label: `${MAP_NAMES[key]} by layer and step, ${arm.label}`, grid, rows: arm.names, columns: arm.last, columnWord: "step", range, ramp: split ? "split" : "seq", selected: siteIndex(arm),
     pick: (r, keyboard) => choose(arm.sites[r], keyboard ? null : "detail"), describe: (r, c, v) => `${arm.names[r]}, step ${arm.first[c] === arm.last[c] ? arm.last[c] : `${arm.first[c]}–${arm.last[c]}`}: ${fmt(v, 3)}` });
   $("map-caption").textContent = `Each cell: ${DATA.measures[key].definition}. One row a layer, one column a probed step${arm.first.some((x, i) => x !== arm.last[i]) ? " (neighbouring steps merged by addition)" : ""}; the colour scale is the same for every arm${split ? ", and turns from blue to orange at 10⁻⁴" : ""}.`;
   $("map-table").replaceChildren(tableToggle(() => tableOf(["step", ...arm.names], arm.last.map((s, i) => [String(s), ...grid.map((row) => fmt(row[i]))]))));

@@ -27,7 +27,7 @@ function buildWidget() {
       el("fieldset", {}, el("legend", {}, "Rounding"), select("p", "P", ["none", "e4m3"]), select("do", "dO", ["none", "e4m3", "e5m2"]), select("v", "V", ["none", "e4m3"]), select("o", "stored O", ["none", "bf16", "e4m3"]), centre)),
     el("div", { class: "card" },
       el("div", { class: "sum" }, el("p", { class: "big" }, el("output", { id: "row-sum" }), el("span", { class: "what" }, "sum of the row of dS; exactly 0 in exact arithmetic")), el("p", { class: "big" }, el("output", { id: "row-ratio" }), el("span", { class: "what" }, "of the row's size, before the cast")), el("p", { class: "big" }, el("output", { id: "row-ratio-cast" }), el("span", { class: "what" }, "after the cast of dS to E4M3"))),
-      el("p", { class: "note", id: "row-says" }), el("div", { class: "chart-box", id: "row-chart" }), el("p", { class: "equation", id: "row-split", "aria-live": "polite" }), el("p", { class: "note", id: "row-note" }),
+      el("p", { class: "note", id: "row-says" }), el("div", { class: "chart-box", id: "row-chart" }), el("h3", {}, "Where the row sum comes from"), el("div", { class: "chart-box", id: "row-parts" }), el("p", { class: "equation", id: "row-split", "aria-live": "polite" }), el("p", { class: "note", id: "row-note" }),
       el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "the three deltas" }, el("div", { id: "row-modes" })), el("div", { id: "row-table" }))));
   loadPreset(DATA.rows[0]);
 }
@@ -54,6 +54,7 @@ function drawRow() {
   $("row-note").textContent = preset ? preset.note : rowState.preset === "random" ? "Eight Gaussian logits, Gaussian dO and V, sixteen channels." : "Logits moved by hand; dO and V as in the row you started from.";
   barChart($("row-chart"), r, c);
   const all = MODES.map((mode) => [mode, workRow(row, { ...choice, mode })]);
+  partsChart($("row-parts"), r, Math.max(1e-9, ...all.flatMap(([, x]) => [x.probability, x.gradient, x.storage, x.rowSum].map(Math.abs))), c);
   $("row-modes").replaceChildren(tableOf(["delta", "value", "row sum", "of its size", "after the cast"], all.map(([mode, x]) => [el("span", {}, el("span", { class: `key c${MODE_COLOUR[mode]}` }), mode), fmt(x.delta, 4), signed(x.rowSum), fmt(x.ratio, 3), fmt(x.ratioCast, 3)])));
   $("row-table").replaceChildren(tableToggle(() => tableOf(["key", "logit", "P", "P-hat", "dP-hat", "dS", "dS-hat"], row.logits.map((s, j) => [String(j + 1), s.toFixed(2), fmt(r.p[j], 4), fmt(r.pHat[j], 4), fmt(r.dpHat[j], 4), signed(r.ds[j]), signed(r.dsHat[j])]))));
 }
@@ -70,6 +71,20 @@ function barChart(box, r, colour) { // dS of the eight keys, and their running s
   f.root.append(svg("line", { class: "zero", x1: f.x[0], x2: f.x[1], y1: sy(0), y2: sy(0) }),
     svg("path", { class: `line c${colour}`, d: `M${f.x[0]},${sy(0)}` + running.map((x, j) => `L${(f.x[0] + slot * (j + 0.5)).toFixed(1)},${sy(x).toFixed(1)}`).join("") }), ...running.map((x, j) => mark(colour, f.x[0] + slot * (j + 0.5), sy(x), false, 0.8)));
   box.replaceChildren(f.root, el("p", { class: "note" }, "Bars: dS of each key. Line: their running sum, which must come back to zero at the last key."));
+}
+
+function partsChart(box, r, most, colour) { // signed bars that add up to the row sum, on the scale of the worst of the three deltas
+  const rows = [["rounding of P", r.probability], ["rounding of dO", r.gradient], ["storing O", r.storage], ["row sum", r.rowSum]];
+  const width = box.clientWidth || 560, f = frame(width, 26 * rows.length + 30, "parts of the row sum; the values are in the line below", [4, 64, 26, 108]), sx = linearScale([-most, most], f.x, false);
+  for (const [value, text] of sx.ticks) f.root.append(svg("text", { x: sx(value), y: f.y[0] + 16, "text-anchor": "middle" }, text), svg("line", { class: "grid", x1: sx(value), x2: sx(value), y1: f.y[0], y2: f.y[1] }));
+  rows.forEach(([word, x], i) => {
+    const y = f.y[1] + 26 * i + 4, last = i === rows.length - 1;
+    f.root.append(svg("text", { class: last ? "chosen" : "", x: f.x[0] - 10, y: y + 13, "text-anchor": "end" }, word),
+      svg("rect", { class: `bar c${colour}${last ? "" : " mid"}`, x: Math.min(sx(0), sx(x)), width: Math.max(1, Math.abs(sx(x) - sx(0))), y, height: 18 }),
+      svg("text", { class: "ink", x: sx(x) + (x < 0 ? -6 : 6), y: y + 13, "text-anchor": x < 0 ? "end" : "start" }, signed(x)));
+  });
+  f.root.append(svg("line", { class: "zero", x1: sx(0), x2: sx(0), y1: f.y[0], y2: f.y[1] }));
+  box.replaceChildren(f.root);
 }
 
 startTheme();

@@ -57,10 +57,9 @@ def build_payload(
 ) -> dict[str, Any]:
     """Read all arms and form everything the page shows; refused files are appended to `problems`."""
     points = frame_budget(arms)
-    measures = [MEASURES[k] for k in MEASURES if not k.endswith("amax") or k.startswith("max")]
     out = []
     for arm in arms:
-        data = collect(arm, measures, max_frames=points, buckets=True, strict=strict, tick=tick)
+        data = collect(arm, max_frames=points, buckets=True, strict=strict, tick=tick)
         problems += data.reader.problems
         out.append(arm_payload(data))
     for item, colour in zip(out, arm_colours([a["name"] for a in out]), strict=True):

@@ -57,23 +57,23 @@ def verdicts(data: Collected) -> list[Verdict]:
 def judge(pre: float, post: float, key: float) -> tuple[str, float, str]:
     """(level, score, sentence) from the two row medians and the key-column ratio; NaN = not recorded."""
     if np.isfinite(pre):
-        rest = f"; after the cast {post:.1e}" if np.isfinite(post) else ""
+        rest = f"; after the cast {sci(post)}" if np.isfinite(post) else ""
         if pre <= PRE_OK:
             why = f"delta matches: rows cancel to {small(pre)} of their size before the cast"
             return (
                 "ok",
                 pre,
-                why + (f"; the {post:.1e} left after it is the cast's own rounding" if np.isfinite(post) else ""),
+                why + (f"; the {sci(post)} left after it is the cast's own rounding" if np.isfinite(post) else ""),
             )
         if pre < PRE_BAD:
             return (
                 "watch",
                 pre,
-                f"rows cancel only to {pre:.1e} of their size before the cast{rest}; round-off would be below 1e-5",
+                f"rows cancel only to {sci(pre)} of their size before the cast{rest}; round-off would be below 1e-5",
             )
-        return "bad", pre, f"delta does not match: rows sum to {pre:.1e} of their size before any cast{rest}"
+        return "bad", pre, f"delta does not match: rows sum to {sci(pre)} of their size before any cast{rest}"
     if np.isfinite(key):
-        head = f"no row sums from this backend; key columns cancel to {key:.1e} of their size"
+        head = f"no row sums from this backend; key columns cancel to {sci(key)} of their size"
         if key < KEY_OK:
             return "ok", key, f"{head}, no more than a cast leaves"
         if key < KEY_BAD:
@@ -89,13 +89,21 @@ def code_faults(data: Collected) -> list[str]:
         for code in CODES:
             share = measured(data.recent, data.sites, MEASURES[f"codes.{code}.{kind}"])
             for i in np.flatnonzero(share > limit):
-                text = f"{word} {NAMES.get(code, code)} ({share[i]:.1e} of elements)"
+                text = f"{word} {NAMES.get(code, code)} ({sci(share[i])} of elements)"
                 out[i] = f"{out[i]}, {text}" if out[i] else text
     return out
 
 
+def sci(x: float) -> str:
+    """Two digits as people write them: 1.4e-7, 0.018."""
+    if x >= 1e-2:
+        return f"{x:.2g}"
+    mantissa, _, exponent = f"{x:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def small(x: float) -> str:
-    return "less than 1e-10" if x <= 1e-10 else f"{x:.1e}"
+    return "less than 1e-10" if x <= 1e-10 else sci(x)
 
 
 def short_site(site: str) -> str:

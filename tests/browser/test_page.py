@@ -146,6 +146,44 @@ def test_charts_have_names_and_tables_and_read_out_by_arrow_keys(page) -> None:
     assert details.locator("tbody tr").count() >= 6
 
 
+def test_charts_with_long_arm_labels_stay_inside_their_cards(browser, tmp_path) -> None:
+    """Guards: names beside lines ran into the next card, and a tick at zero read -2.8e-17."""
+    for name in ("bf16", "stale", "matched"):
+        about = write_arm(tmp_path, name, layers=2, steps=range(0, 60, 10)) / "arm.json"
+        about.write_text(
+            json.dumps(json.loads(about.read_text()) | {"label": f"sm90 casts with the {name} delta, long"})
+        )
+    file = tmp_path / "page.html"
+    file.write_text(render(build_payload(discover([tmp_path], []), [], title="Long labels")))
+    for width in (1200, 400):
+        tab = browser.new_context(viewport={"width": width, "height": 900}).new_page()
+        tab.goto(f"file://{file}")
+        outside = tab.evaluate(
+            """[...document.querySelectorAll('figure svg text')].filter((t) => { const a = t.getBoundingClientRect(),
+            b = t.closest('figure').getBoundingClientRect(); return a.right > b.right + 1 || a.left < b.left - 1; }).map((t) => t.textContent)"""
+        )
+        assert outside == []
+        ticks = tab.evaluate("[...document.querySelectorAll('.axes text')].map((t) => t.textContent)")
+        assert "0" in ticks
+        assert not [t for t in ticks if "e-1" in t]
+        tab.close()
+
+
+def test_the_code_table_shows_the_largest_magnitudes(page) -> None:
+    rows = page.locator("#detail-grid figure", has_text="What the codes could not hold").locator("tbody tr")
+    assert rows.count() >= 6
+    assert all(float(x) > 0 for x in rows.locator("td:last-child").all_inner_texts())
+
+
+def test_the_parts_chart_follows_the_chosen_delta(page) -> None:
+    parts = page.locator("#row-parts text.ink")
+    before = parts.all_text_contents()
+    page.locator("label:has(#mode-matched)").click()
+    after = parts.all_text_contents()
+    assert before != after
+    assert after[:3] == ["0", "0", "0"]  # nothing comes from P, dO or the stored O
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
 def test_narrow_and_dark_draw_without_sideways_scrolling(browser, page_file, width, scheme) -> None:
     errors = []

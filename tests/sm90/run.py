@@ -40,7 +40,7 @@ def main() -> int:
     ]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if junit.exists():
-        junit.write_text(re.sub(r' hostname="[^"]*"', "", junit.read_text()))
+        junit.write_text(re.sub(r' hostname="[^"]*"', "", junit.read_text()).replace(f"{ROOT}/", ""))
     summary = {**count(junit), "seconds": round(time.monotonic() - start, 1), "exit": code, **environment()}
     (out / "test_gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps({k: summary[k] for k in ("passed", "failed", "skipped", "seconds", "gpu")}))
