@@ -258,11 +258,13 @@ class ProbeSession:
             for name, (site, probes) in active.items()
             if (r := {**self._missing.get(name, {}), **refusals(site, probes, self.world)})
         }
+        why = sorted({getattr(site.module, "impl_reason", "") for site, _ in active.values()} - {""})
         backends = sorted({self._backends.get(name) or self.backend or "unknown" for name in active})
         return {
             "dm_plugin.version": __version__,
             "dm_plugin.world": json.dumps(self.world),
             "dm_plugin.backend": ",".join(backends),
+            "dm_plugin.impl_reason": ", ".join(why),
             "dm_plugin.model": json.dumps(self.model_info),
             "dm_plugin.config": json.dumps({name: sorted(probes) for name, (_, probes) in active.items()}),
             "dm_plugin.reasons": json.dumps(reasons),

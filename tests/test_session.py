@@ -416,3 +416,13 @@ def test_an_idle_step_of_48_layers_costs_less_than_50_microseconds(tmp_path) -> 
         times.append(time.perf_counter() - start)
     session.close()
     assert sorted(times)[200] < 50e-6
+
+
+def test_the_reason_for_the_backend_is_kept_in_every_dump(tmp_path) -> None:
+    model = Model(layers=2)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.impl_reason = "asked for"
+    with session_for(model, tmp_path) as session:
+        train(model, session, steps=1)
+    ((meta, _),) = dumps_of(tmp_path)
+    assert meta["dm_plugin.impl_reason"] == "asked for"

@@ -67,7 +67,7 @@ class DMDotProductAttention(MegatronModule):
         if reason is not None:
             raise ValueError(f"dm_plugin attention, layer {self.layer_number}: {reason}")
         try:
-            choose_impl(self._call(dim, dim_v), self.dm_impl)
+            _, self.impl_reason = choose_impl(self._call(dim, dim_v), self.dm_impl)
         except (ValueError, RuntimeError) as error:
             raise type(error)(f"dm_plugin attention, layer {self.layer_number}: {error}") from None
         self.tap: Tap | None = None

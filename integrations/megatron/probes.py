@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dm_plugin.config import ProbeConfig
-from dm_plugin.session import ProbeSession
+from dm_plugin.session import ProbeSession, process_rank
 
 _AXES = ("tensor", "pipeline", "context", "data")
 
@@ -45,19 +45,17 @@ def attach_probes(
 
 
 def parallel_coordinates() -> tuple[int, dict[str, int]]:
-    """(global rank, {"tp_rank", "tp_size", "pp_rank", ...}) from Megatron's parallel state; (0, {}) when it is not initialised."""
+    """(global rank, {"tp_rank", "tp_size", "pp_rank", ...}) from Megatron's parallel state; no coordinates when it is not initialised."""
     from megatron.core import parallel_state as mpu
 
     if not mpu.model_parallel_is_initialized():
-        return 0, {}
-    import torch.distributed as dist
-
+        return process_rank(), {}
     world = {}
     for axis, short in zip(_AXES, ("tp", "pp", "cp", "dp"), strict=True):
         kind = "parallel" if axis in ("context", "data") else "model_parallel"
         world[f"{short}_rank"] = int(getattr(mpu, f"get_{axis}_{kind}_rank")())
         world[f"{short}_size"] = int(getattr(mpu, f"get_{axis}_{kind}_world_size")())
-    return dist.get_rank(), world
+    return process_rank(), world
 
 
 def model_info(chunk: nn.Module) -> dict[str, Any]:
