@@ -358,6 +358,7 @@ def test_a_request_file_starts_and_stops_probes_of_a_running_job(tmp_path) -> No
             probed.append((step, hooks(model)))
             model(torch.randn(8, 1, 32, requires_grad=True)).sum().backward()
         session.step(step)
+        session.dumps.flush()  # a slow disk would overrun the queue of these quick steps
     session.close()
     assert probed == [(3, 2), (4, 2), (7, 3), (8, 3)]
     _, arrays = read_file(find_dumps(tmp_path / "dumps")[0].path)
