@@ -2,7 +2,7 @@
 
 With row sums (tap):  median row ratio before the cast   <= 1e-5 matches | < 1e-3 drifts | >= 1e-3 does not match
 Without (any backend): key-column ratio                   < 3e-3 as small as a cast leaves | < 1e-2 drifts | >= 1e-2 large
-NaN or Inf in an operand, or more than 1e-3 of an operand at the largest code, is named whatever the ratio says.
+NaN or Inf in an operand, or more than 1e-2 of an operand at the largest code, is named whatever the ratio says.
 The lines between levels are the published medians (matched 1.4e-7, consistent 2.5e-3, stale 1.1e-2), not laws.
 """
 
@@ -20,7 +20,7 @@ LEVELS = ("bad", "watch", "ok", "blind")
 WORDS = {"bad": "mismatch", "watch": "watch", "ok": "matches", "blind": "no data"}
 PRE_OK, PRE_BAD = 1e-5, 1e-3
 KEY_OK, KEY_BAD = 3e-3, 1e-2
-SATURATED = 1e-3
+SATURATED = 1e-2  # a block scale alone puts one element of each block, about 1e-3 of all, at the largest code
 NAMES = {"do": "dO", "ds": "dS"}
 
 
