@@ -139,7 +139,7 @@ class _Reference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: reference.Call, tap: Tap | None) -> Tensor:
-        out = reference.forward(q, k, v, call)
+        out = reference.forward(q, k, v, call, count=tap is not None)
         s = out.saved
         ctx.save_for_backward(*s.q, *s.k, *s.v, *s[3:])
         ctx.call, ctx.tap, ctx.dtype = call, tap, q.dtype

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     """What forward keeps for backward. o: the saved O that deltas read, without the V mean; lse2, m2: log2 units, [N, R, Tq].
 
-    shift [N, R, Tq]: what centring K took from each row's logits (natural units). counts [3, 5]: code statistics of q, k, v.
+    shift [N, R, Tq]: what centring K took from each row's logits (natural units). counts [3, 5]: code statistics of q, k, v (or [0, 5]).
     """
 
     q: Codes
@@ -67,8 +67,11 @@ class Grads(NamedTuple):
     dv: Tensor
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
-    """Attention on the codes of q (B, T, H, D), k and v (B, Tk, G, D). Rows that see no key: O = 0, LSE = -inf."""
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, count: bool = True) -> Forward:
+    """Attention on the codes of q (B, T, H, D), k and v (B, Tk, G, D). Rows that see no key: O = 0, LSE = -inf.
+
+    count: keep code statistics of q, k and v for backward's RowStats.
+    """
     fmt, groups = call.fmt, k.shape[2]
     qn, kn, vn = _split(q, groups), _split(k, groups), _split(v, groups)
     k_mean = token_mean(kn) if fmt.center_k else None
@@ -86,8 +89,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
     out = o_saved if v_mean is None else (o + v_mean).masked_fill(empty, 0.0).bfloat16().float()
     shift = lse2.new_zeros(lse2.shape) if k_mean is None else (qn * k_mean).sum(-1) * call.softmax_scale
     lse = lse2 / LOG2E + shift
-    counts = torch.stack(
-        [_packed(casts.code_stats(c.codes, x, 448.0)) for c, x in ((qc, qn), (kc, k_used), (vc, v_used))]
+    operands = ((qc, qn), (kc, k_used), (vc, v_used)) if count else ()
+    counts = (
+        torch.stack([_packed(casts.code_stats(c.codes, x, 448.0)) for c, x in operands])
+        if count
+        else lse.new_zeros(0, 5)
     )
     return Forward(
         _join(out, q.shape[0]),
@@ -128,7 +134,7 @@ def backward(saved: Saved, do: Tensor, call: Call, want_stats: bool = False) -> 
     stats = None
     if want_stats:
         codes = {
-            **{name: CodeStats(*row) for name, row in zip("qkv", saved.counts, strict=True)},
+            **{name: CodeStats(*row) for name, row in zip("qkv", saved.counts, strict=False)},
             "do": casts.code_stats(doc.codes, don, fmt.grid_do.max),
             "p": casted.p_stats,
             "ds": casted.ds_stats,

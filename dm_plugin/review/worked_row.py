@@ -193,7 +193,7 @@ TYPICAL_SEED = 793  # |probability| / |gradient| = 1.33; all three residuals nea
 LOPSIDED_SEED = 7982  # |probability| / |gradient| = 71.2, as in the published row; found among 16,000 seeds
 PRESETS = (
     Preset("typical", "Typical row", "Both roundings matter. Chosen because its residuals are near the median of 6,000 random rows.", TYPICAL_SEED, 1.0, 0.0),
-    Preset("lopsided", "Like the published row", "Probability rounding is 71 times the gradient rounding, so rounding dO in delta (consistent) cures nothing. Only about 2 random rows in 100 are this lopsided.", LOPSIDED_SEED, 1.0, 0.0),
+    Preset("lopsided", "Like the published row", "Probability rounding is 71 times the gradient rounding, so rounding dO in delta (consistent) cures nothing. About 2 random rows in 100 are this lopsided in one direction or the other.", LOPSIDED_SEED, 1.0, 0.0),
     Preset("sharp", "Sharp row", "The typical row with logits 6 times as wide: one key takes most of the probability.", TYPICAL_SEED, 6.0, 0.0),
     Preset("offset", "V with an offset", "The typical row with a common vector (std 4) added to every V. In exact arithmetic that changes no dS at all. Try centring V.", TYPICAL_SEED, 1.0, 4.0),
 )  # fmt: skip
