@@ -116,7 +116,7 @@ def dm_arms(shape: Shape, x: tuple[Tensor, ...]) -> dict[str, Callable[[], objec
     for mode in MODES:
         arms[f"bwd_{mode}"] = partial(ops.backward, do, saved, shape.tokens, shape.call(mode))
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    arms["fwd_bwd_matched"] = lambda: torch.autograd.grad(ops.attention(*leaves, call), leaves, do)
+    arms["fwd_bwd_matched"] = lambda: torch.autograd.grad(ops.attention(*leaves, call)[0], leaves, do)
     return {f"dm.{name}": arm for name, arm in arms.items()}
 
 

@@ -274,7 +274,8 @@ def _summarise(plan: Plan) -> None:
     payload = build_payload(arms, problems, title=plan.title)
     page = plan.out / "page.html"
     write_page(page, render(payload))
-    print_table(payload, arms)
+    rows = print_table(payload, arms)
+    (plan.out / "table.json").write_text(json.dumps({"title": plan.title, "arms": rows}, indent=1) + "\n")
     print(f"\npage: {page}")
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)

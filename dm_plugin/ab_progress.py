@@ -100,8 +100,11 @@ def _left(arm: Arm, steps: int) -> str:
     return f" ({spent / arm.done * (steps - arm.done):.0f} s left)" if arm.done > 2 else ""
 
 
-def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> None:
-    """One row an arm from the report's payload and the arms' training curves; every column is defined below it."""
+COSTS = ("ms/step", "tokens/s", "peak MiB")
+
+
+def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> list[dict[str, str]]:
+    """One row an arm from the report's payload and the arms' training curves, returned too; every column is defined below it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -112,18 +115,20 @@ def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> None:
         "arm",
         "loss",
         gap_name,
+        "grad norm",
         *(name for name, _, _ in COLUMNS),
-        "s/step",
+        *COSTS,
         title=payload["title"],
         title_justify="left",
     )
+    rows = []
     for shown, arm in zip(payload["arms"], arms, strict=True):
         loss = f"{np.mean(arm.curve.loss[-_tail(arm.curve) :]):.4f}" if arm.curve is not None else "-"
         values = [shown["overall"].get(key) for _, key, _ in COLUMNS]
-        seconds = f"{np.median(arm.curve.time):.2f}" if arm.curve is not None else "-"
-        table.add_row(
-            shown["label"], loss, "-" if arm is base else _gap(arm.curve, base.curve), *map(_number, values), seconds
-        )
+        gap = "-" if arm is base else _gap(arm.curve, base.curve)
+        norm = _number(float(np.median(arm.curve.grad_norm[-_tail(arm.curve) :]))) if arm.curve is not None else "-"
+        rows.append([shown["label"], loss, gap, norm, *map(_number, values), *_costs(arm.curve)])
+        table.add_row(*rows[-1])
     console.print(table)
     n = _tail(base.curve) if base.curve is not None else 0
     console.print(f"loss: mean of the last {n} steps (a quarter of the run)")
@@ -133,7 +138,23 @@ def print_table(payload: dict[str, Any], arms: Sequence[Any]) -> None:
     )
     for name, _, definition in COLUMNS:
         console.print(f"{name}: {definition}; latest quarter of the probed steps")
-    console.print("s/step: median seconds a step on this machine; simulated casts, so no measure of any kernel")
+    console.print("grad norm: median over the last quarter of the run, before clipping")
+    console.print(
+        "ms/step: median over the steps that were not probed, the first five left out; tokens/s from it; peak MiB: allocated on the GPU. On a "
+        "CPU the casts are simulated, so its step time is no measure of any kernel"
+    )
+    names = [str(column.header) for column in table.columns]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _costs(curve: Any) -> list[str]:
+    """ms/step, tokens/s, peak MiB; "-" where the run does not say."""
+    if curve is None:
+        return ["-"] * len(COSTS)
+    plain = curve.time[5:][~curve.probed[5:]]
+    seconds = float(np.median(plain if len(plain) else curve.time))
+    tokens, peak = (x[np.isfinite(x)].max(initial=0.0) for x in (curve.tokens, curve.peak_mib))
+    return [f"{1e3 * seconds:.3g}", *(f"{x:,.0f}" if x else "-" for x in (tokens / seconds, peak))]
 
 
 def _tail(curve: Any) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
+from . import graphs, reference
 from .formats import Format, get_format
 from .quantise import Codes
 from .stats import RowStats
@@ -40,18 +40,28 @@ def dm_attn_func(
     accumulate: str = "exact",
     center_k: bool | None = None,
     center_v: bool | None = None,
-) -> Tensor:
+    return_max_logit: bool = False,
+) -> Any:
     """FP8 attention. q (B, T, H, D), k and v (B, Tk, G, D), H % G == 0 -> o (B, T, H, D) in q's dtype.
 
     causal: query i sees key j iff j <= i + causal_offset; the default offset Tk - T puts the last query on the last key.
     mode: which delta the backward subtracts, `matched` (default, or DM_PLUGIN_MODE), `consistent` or `stale`.
     softmax_scale: default 1 / sqrt(D). impl: `auto` (the sm90 kernel for CUDA tensors, the reference on CPU), `sm90`, `reference`.
     fmt: operand formats (formats.py); the kernel runs `sm90`. center_k, center_v: override the format's centring.
-    tap: called once in backward with RowStats. accumulate: reference only, `exact` or `hopper`.
+    return_max_logit: also return the largest scaled logit of each head, FP32 [H] over batch and visible pairs (-inf without one), detached.
+    tap: called once in backward with RowStats (under torch.compile the call leaves the graph for it). accumulate: reference only, `exact` or `hopper`.
     A row that sees no key gives 0 and gradient 0. Gradients have the inputs' shapes and dtypes.
     Raises ValueError in one sentence for shapes, dtypes, devices or options that cannot run, RuntimeError if `auto` has no kernel for a
     CUDA tensor. Source: Delta-Matching (arXiv 2609.37852).
     """
+    if tap is not None and torch.compiler.is_compiling():
+        if not graphs.must_stay():
+            return graphs.outside(
+                dm_attn_func, q, k, v, causal, mode, softmax_scale=softmax_scale, impl=impl, fmt=fmt, tap=tap,
+                causal_offset=causal_offset, accumulate=accumulate, center_k=center_k, center_v=center_v,
+                return_max_logit=return_max_logit,
+            )  # fmt: skip
+        tap = None
     mode = os.environ.get("DM_PLUGIN_MODE", "matched") if mode is None else mode
     _check(q, k, v)
     record = get_format(fmt)
@@ -72,13 +82,17 @@ def dm_attn_func(
         asked, impl
     )  # no logging inside a graph
     if q.numel() == 0 or k.numel() == 0:
-        return _no_keys(q, k, v)
-    call = reference.Call(record, scale, offset, mode, accumulate)  # type: ignore[arg-type]
-    if chosen == "sm90":
-        from . import ops
+        o: Tensor = _no_keys(q, k, v)
+        top: Tensor | None = q.new_full((q.shape[2],), -math.inf, dtype=torch.float32)
+    else:
+        call = reference.Call(record, scale, offset, mode, accumulate)  # type: ignore[arg-type]
+        if chosen == "sm90":
+            from . import ops
 
-        return ops.attention(q, k, v, call, tap)
-    return _Reference.apply(q, k, v, call, tap)
+            o, top = ops.attention(q, k, v, call, tap, return_max_logit)
+        else:
+            o, top = _Reference.apply(q, k, v, call, tap)
+    return (o, top) if return_max_logit else o
 
 
 @lru_cache(maxsize=256)
@@ -138,16 +152,20 @@ class _Reference(torch.autograd.Function):
     """Autograd around reference.forward and reference.backward; everything a probe needs is recorded in backward, once."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: reference.Call, tap: Tap | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: reference.Call, tap: Tap | None
+    ) -> tuple[Tensor, Tensor]:
         out = reference.forward(q, k, v, call, count=tap is not None)
         s = out.saved
         ctx.save_for_backward(*s.q, *s.k, *s.v, *s[3:])
         ctx.call, ctx.tap, ctx.dtype = call, tap, q.dtype
-        return out.o.to(q.dtype)
+        top = reference.max_logit(s, q.shape[2])
+        ctx.mark_non_differentiable(top)
+        return out.o.to(q.dtype), top
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         t = ctx.saved_tensors
         saved = reference.Saved(Codes(*t[0:2]), Codes(*t[2:4]), Codes(*t[4:6]), *t[6:])
         grads, stats = reference.backward(saved, do, ctx.call, want_stats=ctx.tap is not None)

@@ -211,6 +211,10 @@ def doctor(
     from . import doctor as doc
 
     findings = [*doc.packages(), *doc.backends(head_dim, dtype)]
+    if any(f.what == "torch" and f.ok for f in findings):
+        from .integrations.transformer_engine import findings as of_transformer_engine
+
+        findings += of_transformer_engine()
     if as_json:
         print(json.dumps([vars(f) for f in findings], indent=1))
     else:

@@ -127,15 +127,25 @@ def build_info() -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------ calls
-def attention(q: Tensor, k: Tensor, v: Tensor, call: "Call", tap: "Callable[[RowStats], None] | None" = None) -> Tensor:
-    """Differentiable FP8 attention on the GPU; shapes and meanings as dm_plugin.dm_attn_func. tap gets RowStats once in backward."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: "Call",
+    tap: "Callable[[RowStats], None] | None" = None,
+    want_max: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Differentiable FP8 attention on the GPU: (o, max logit [H] if wanted). Meanings as dm_plugin.dm_attn_func."""
     load()
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if needs_grad and not torch.compiler.is_compiling():
-        return _Attention.apply(
-            q, k, v, call, tap
-        )  # a graph takes the operator's registered formula instead, without a tap
-    return forward(q, k, v, call, keep=needs_grad).o
+    if (
+        needs_grad and not torch.compiler.is_compiling()
+    ):  # a graph takes the operator's registered formula, without a tap
+        o, m2, q_dot = _Attention.apply(q, k, v, call, tap)
+    else:
+        out = forward(q, k, v, call, keep=needs_grad)
+        o, m2, q_dot = out.o, out.m2, out.q_dot
+    return o, _uncentred(m2, q_dot, q.shape[1], call).amax((0, 2)) if want_max else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: "Call", *, keep: bool = True, probe: bool = False) -> Forward:
@@ -231,18 +241,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: "Call", tap: "Callable[[RowStats], None] | None"
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out = forward(q, k, v, call, probe=tap is not None)
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.tap, ctx.t_k, ctx.same_o = call, tap, k.shape[1], out.o_centred.numel() == 0
         if tap is None:
             ctx.save_for_backward(*out.for_backward())
         else:
             ctx.save_for_backward(*out[0 if ctx.same_o else 1 :])  # the returned O only where backward reads it
-        return out.o
+        ctx.mark_non_differentiable(out.m2, out.q_dot)
+        return out.o, out.m2, out.q_dot
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * 5
         saved = ctx.saved_tensors
         if ctx.tap is None:
             back = backward(do, saved, ctx.t_k, ctx.call)

@@ -153,6 +153,12 @@ def backward(saved: Saved, do: Tensor, call: Call, want_stats: bool = False) -> 
     return Grads(_join(dq, batch), _join(dk, batch), _join(dv, batch)), stats
 
 
+def max_logit(saved: Saved, heads: int) -> Tensor:
+    """The largest scaled, uncentred logit of each head, FP32 [H] over batch and visible pairs; -inf without one."""
+    rows = saved.m2 / LOG2E + saved.shift  # [B * G, R, T]
+    return rows.amax(-1).reshape(-1, heads).amax(0)
+
+
 def visible_keys(t_q: int, t_k: int, offset: int | None, device: torch.device) -> Tensor:
     """Boolean [Tq, Tk]: may query i read key j?"""
     if offset is None:

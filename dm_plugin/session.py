@@ -6,7 +6,8 @@
         forward, backward (any number of microbatches, with or without recompute)
         session.step(step)           # to here; the step's record goes to the writer thread
 
-A core attention of ours gets a tap; any other gets a hook on its key tensor, whose gradient is exact whatever the backend computed.
+A core attention of ours gets a tap; any other gets a hook on its key tensor, whose gradient is exact whatever the backend computed. Where
+a plugin decides at each call which of the two runs, both are there and the one that did not run stays silent.
 Everything is recorded in backward, which runs once a microbatch, so recomputed forwards do not count twice. Nothing here touches a value,
 a gradient or the random state of the job, and an error in a probe is a warning.
 """
@@ -44,7 +45,7 @@ class ProbeSession:
     """Probes of one rank.
 
     config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. rank: names this process's dumps; default: that of
-    torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend for sites that have no tap. writer: any object with
+    torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend of sites that have no tap, or a function that names it from the site's module after its forward. writer: any object with
     add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none.
     """
 
@@ -55,7 +56,7 @@ class ProbeSession:
         *,
         rank: int | None = None,
         world: Mapping[str, int] | None = None,
-        backend: str = "",
+        backend: str | Callable[[nn.Module], str] = "",
         model_info: Mapping[str, Any] | None = None,
         writer: Any = None,
         control: Path | str | bool | None = True,
@@ -75,6 +76,7 @@ class ProbeSession:
         self._undo: list[Callable[[], None]] = []
         self._keys: dict[int, weakref.ref[Tensor]] = {}
         self._backends: dict[str, str] = {}
+        self._tapped: set[str] = set()
         self._missing: dict[str, dict[str, str]] = {}
         self._warned: set[str] = set()
         self._reported: tuple[str | None, bool] | None = None
@@ -109,7 +111,7 @@ class ProbeSession:
         wanted = {section: section.wanted(step) for section in self.config.sections}
         if request is None and not any(log or dump for log, dump in wanted.values()):
             return False
-        self._recorder, self._missing = Recorder(), {}
+        self._recorder, self._missing, self._backends, self._tapped = Recorder(), {}, {}, set()
         for site, section in self._sections:
             to_log, to_dump = wanted[section] if section is not None else nothing
             if request is not None and (request.layers is None or _layer(site) in request.layers):
@@ -173,16 +175,16 @@ class ProbeSession:
 
     # -------------------------------------------------------------------------------------------- hooks
     def _hook(self, site: Site, probes: frozenset[str]) -> None:
-        module = site.module
-        if site.ours:
-            before = module.tap
-            module.tap = partial(self._on_stats, self._recorder, site, probes)  # type: ignore[assignment]
-            self._undo.append(partial(setattr, module, "tap", before))
-        elif "key_col_sum" in probes and _no_key_sum(site, self.world) is None:
-            handle = module.register_forward_pre_hook(
-                partial(self._on_forward, self._recorder, site.name), with_kwargs=True
-            )
-            self._undo.append(handle.remove)
+        tapped = site.tapped
+        if tapped is not None:
+            self._undo.append(partial(_set_tap, tapped, tapped.tap))
+            _set_tap(tapped, partial(self._on_stats, self._recorder, site, probes))
+        if not site.ours:
+            wants_keys = "key_col_sum" in probes and _no_key_sum(site, self.world) is None
+            if tapped is not None:
+                tapped.ran = None  # type: ignore[assignment]
+            observe = partial(self._on_forward, self._recorder, site, wants_keys)
+            self._undo.append(site.module.register_forward_hook(observe, with_kwargs=True).remove)
 
     def _unhook(self) -> None:
         for undo in self._undo:
@@ -195,8 +197,9 @@ class ProbeSession:
 
     def _on_stats(self, recorder: Recorder, site: Site, probes: frozenset[str], stats: RowStats) -> None:
         try:
-            probes -= getattr(site.module, "refuse_probe", {}).keys()
+            probes -= getattr(site.tapped, "refuse_probe", {}).keys()
             self._backends[site.name] = stats.backend
+            self._tapped.add(site.name)
             for probe, field in not_given(stats, probes).items():
                 self._miss(site.name, (probe,), f"{stats.backend or 'the backend'} hands out no {field} on this rank")
             recorder.add(site.name, stats, probes)
@@ -204,21 +207,36 @@ class ProbeSession:
             self._failed("tap", site.name, probes, error)
 
     def _on_forward(
-        self, recorder: Recorder, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        recorder: Recorder,
+        site: Site,
+        wants_keys: bool,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        _: Any,
     ) -> None:
-        key = args[1] if len(args) > 1 else kwargs.get("key")
-        if not isinstance(key, Tensor) or not torch.is_grad_enabled() or not key.requires_grad:
+        tapped = site.tapped
+        if tapped is not None:
+            ours, tapped.ran = tapped.ran, None  # type: ignore[assignment]
+            if ours:
+                return
+        if site.name not in self._tapped:
+            name = self.backend(module) if callable(self.backend) else self.backend
+            self._backends[site.name] = tapped.stock_backend() if tapped is not None else name  # type: ignore[operator]
+        key = args[1] if len(args) > 1 else next((kwargs[n] for n in ("key", "key_layer") if n in kwargs), None)
+        if not wants_keys or not isinstance(key, Tensor) or not torch.is_grad_enabled() or not key.requires_grad:
             return
         if key.dim() != 4:
             text = f"keys of shape {tuple(key.shape)} are packed, and the sum over each sequence cannot be told apart"
-            self._miss(site, ("key_col_sum",), text)
+            self._miss(site.name, ("key_col_sum",), text)
             return
         seen = self._keys.get(id(key))
         if seen is not None and seen() is key:  # a non-reentrant recompute runs forward again on the same tensor
             return
         self._keys[id(key)] = weakref.ref(key)
         batch_first = str(getattr(module, "qkv_format", "sbhd")).startswith("bshd")
-        handle = key.register_hook(partial(self._on_key_gradient, recorder, site, batch_first))
+        handle = key.register_hook(partial(self._on_key_gradient, recorder, site.name, batch_first))
         self._undo.append(handle.remove)
 
     def _on_key_gradient(self, recorder: Recorder, site: str, batch_first: bool, gradient: Tensor) -> None:
@@ -256,10 +274,11 @@ class ProbeSession:
         reasons = {
             name: r
             for name, (site, probes) in active.items()
-            if (r := {**self._missing.get(name, {}), **refusals(site, probes, self.world)})
+            if (r := {**self._missing.get(name, {}), **refusals(site, probes, self.world, name in self._tapped)})
         }
-        why = sorted({getattr(site.module, "impl_reason", "") for site, _ in active.values()} - {""})
-        backends = sorted({self._backends.get(name) or self.backend or "unknown" for name in active})
+        why = sorted({getattr(site.tapped, "impl_reason", "") for site, _ in active.values()} - {""})
+        given = self.backend if isinstance(self.backend, str) else ""
+        backends = sorted({self._backends.get(name) or given or "unknown" for name in active})
         return {
             "dm_plugin.version": __version__,
             "dm_plugin.world": json.dumps(self.world),
@@ -292,11 +311,18 @@ class ProbeSession:
             self.scalars.log(values, step=step)
 
 
-def refusals(site: Site, probes: Iterable[str], world: Mapping[str, int]) -> dict[str, str]:
-    """probe -> why this site cannot give it."""
+def _set_tap(module: nn.Module, tap: Any) -> None:
+    """`probing`, where a module has it, is what a compiled graph watches: the tap itself is another object on every probed step."""
+    module.tap = tap
+    if hasattr(module, "probing"):
+        module.probing = tap is not None  # type: ignore[assignment]
+
+
+def refusals(site: Site, probes: Iterable[str], world: Mapping[str, int], tapped: bool = False) -> dict[str, str]:
+    """probe -> why this site cannot give it. tapped: did its tap hand something out in this step?"""
     out: dict[str, str] = {}
-    if site.ours:
-        own = getattr(site.module, "refuse_probe", {})
+    if site.ours or tapped:
+        own = getattr(site.tapped, "refuse_probe", {})
         out |= {p: text for p, text in own.items() if p in probes}
     else:
         kind = type(site.module).__name__

@@ -30,8 +30,14 @@ class Site:
 
     @property
     def ours(self) -> bool:
-        """Does the module hand out RowStats through a tap?"""
-        return bool(getattr(self.module, "supports_tap", False))
+        """Does the module always hand out RowStats through a tap?"""
+        return self.tapped is self.module
+
+    @property
+    def tapped(self) -> nn.Module | None:
+        """What hands out RowStats: the module itself, or the part of it that runs when a plugin was chosen (`flash_attention`)."""
+        parts = (self.module, getattr(self.module, "flash_attention", None))
+        return next((m for m in parts if getattr(m, "supports_tap", False)), None)
 
     def gains(self) -> tuple[Tensor, Tensor] | None:
         """Effective gains (g_q, g_k) [D], 1 + w where the norm stores its gain minus one; None without QK norm."""

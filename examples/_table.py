@@ -60,14 +60,14 @@ class Progress:
             )
 
 
-def save(path: str | None, what: str, body: dict[str, Any]) -> None:
+def save(path: str | None, what: str, body: dict[str, Any], backend: str = "CPU simulation (reference)") -> None:
     """Write a result with what is needed to run it again."""
     if path is None:
         return
     record = {
         "what": what,
         "command": " ".join(["python", *sys.argv]),
-        "backend": "CPU simulation (reference)",
+        "backend": backend,
         "device": platform.processor() or platform.machine(),
         "versions": {
             "dm_plugin": dm_plugin.__version__,

@@ -2,6 +2,7 @@
 
     python examples/recall.py                 four arms, five seeds, two processes (a few minutes)
     python examples/recall.py --full          all nine arms        --v-off 0 4 16      the dose        --plain      the null task
+    python examples/recall.py --stack te      on a Hopper GPU: Transformer Engine's own BF16 and FP8 attention, and our kernel in its place
 
 One layer, one head, width 64, 64 tokens: an anchor symbol, 31 (key, value) tokens, then queries (name the value of this key) alternating
 with '?' rows (name the anchor). Half of the '?' labels are random, so gradients stay loud on rows whose softmax is saturated. V carries a
@@ -157,11 +158,44 @@ def train(job: Job) -> dict[str, Any]:
     }
 
 
+def on_transformer_engine(args: argparse.Namespace) -> None:
+    """The arms of _recall_te.py, seed by seed in this process."""
+    import _recall_te as te
+
+    te.start()
+    arms = args.arms or list(te.ARMS)
+    jobs = [(a, s, v) for v in args.v_off for a in arms for s in range(args.seeds)]
+    bar, runs = Progress(len(jobs), "runs"), []
+    for a, s, v in jobs:
+        runs.append(te.train(a, s, v, draw, (SYMBOLS, KEYS)))
+        bar.step(f"{a} seed {s}: {runs[-1]['tail']:.4f}")
+    for v in args.v_off:
+        rows = []
+        for a in arms:
+            mine = [r for r in runs if r["arm"] == a and r["v_off"] == v]
+            tails, late = [r["tail"] for r in mine], sum(r["failed"] and r["last"] <= FAILED for r in mine)
+            text = f"{statistics.median(tails):.2g} [{min(tails):.2g}, {max(tails):.2g}]"
+            span = f"{min(r['max_logit'] for r in mine):.0f}-{max(r['max_logit'] for r in mine):.0f}"
+            failed = f"{sum(r['failed'] for r in mine)}/{len(mine)}"
+            rows.append([te.ARMS[a].label, text, failed, late, span, mine[0]["backend"]])
+        head = ["arm", "tail loss, median [min, max]", "failed", "of them learned at the end", "max logit", "backend"]
+        table(head, rows, f"v_off {v:g}, head_dim {te.WIDTH}, {te.STEPS} steps, {args.seeds} seeds")
+    print(
+        f"\ntail loss: mean cross-entropy of the query rows over the last {te.TAIL} steps (chance 3.47); failed: above {FAILED}; learned at "
+        f"the end: the last {te.LAST} steps are below it"
+    )
+    about = {**te.versions(), "steps": te.STEPS, "head_dim": te.WIDTH, "tokens": TOKENS, "batch": BATCH}
+    save(
+        args.json, "recall_te", {"task": about, "runs": runs}, backend="Transformer Engine and the sm90 kernel on a GPU"
+    )
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--arms", nargs="+", choices=ARMS, default=None)
+    p.add_argument("--stack", choices=("cpu", "te"), default="cpu", help="te: the real kernels on a Hopper GPU")
+    p.add_argument("--arms", nargs="+", default=None)
     p.add_argument("--full", action="store_true", help="all arms")
-    p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--seeds", type=int, default=None, help="default 5; 8 with --stack te")
     p.add_argument(
         "--v-off", type=float, nargs="+", default=[16.0], help="std of V's offset; several make a dose table"
     )
@@ -170,7 +204,13 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--json", default=None, metavar="PATH")
     args = p.parse_args()
+    args.seeds = args.seeds or (8 if args.stack == "te" else 5)
+    if args.stack == "te":
+        return on_transformer_engine(args)
     arms = args.arms or list(ARMS if args.full else DEFAULT)
+    unknown = sorted(set(arms) - set(ARMS))
+    if unknown:
+        p.error(f"--arms {unknown[0]} is not known; use {', '.join(ARMS)}")
     jobs = [Job(a, s, v, args.plain, args.steps) for v in args.v_off for a in arms for s in range(args.seeds)]
     bar, runs = Progress(len(jobs), "runs"), []
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:

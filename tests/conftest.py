@@ -1,10 +1,12 @@
 """Every test runs on one torch thread (bitwise comparisons, two-core machines) and finds the helpers beside this file."""
 
 import fcntl
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,28 @@ def megatron_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / "rank_1.json").exists():
             run_ranks(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def te_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """te_job(name, env) -> the result of a job of te_jobs.py, run once for all test processes."""
+    from te_jobs import missing, run_job
+
+    why = missing()
+    if why:
+        pytest.skip(why)
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def job(name: str, env: dict[str, str] | None = None) -> Any:
+        tag = "_".join([name, *(f"{k}={v}" for k, v in sorted((env or {}).items()))]).replace(".", "-")
+        folder = root / "te_jobs" / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        done = folder / "result.json"
+        with open(folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                done.write_text(json.dumps(run_job(folder, name, env)))
+        return json.loads(done.read_text())
+
+    return job

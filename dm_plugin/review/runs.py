@@ -26,6 +26,9 @@ class Curve:
     loss: NDArray[np.float64]
     grad_norm: NDArray[np.float64]
     time: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    peak_mib: NDArray[np.float64]
+    probed: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def _curve(path: Path, problems: list[DumpError]) -> Curve | None:
     file = path / "train.jsonl"
     if not file.exists():
         return None
-    rows: dict[int, tuple[float, float, float]] = {}
+    rows: dict[int, tuple[float, ...]] = {}
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -128,7 +131,7 @@ def _curve(path: Path, problems: list[DumpError]) -> Curve | None:
             continue
         try:
             entry = json.loads(line)
-            rows[int(entry["step"])] = tuple(_number(entry.get(k)) for k in ("loss", "grad_norm", "time"))  # type: ignore[assignment]
+            rows[int(entry["step"])] = tuple(_number(entry.get(k)) for k in _COLUMNS)
         except (ValueError, KeyError, TypeError):
             if number < len(lines):  # the last line of a killed run may be cut
                 bad.append(number)
@@ -142,7 +145,11 @@ def _curve(path: Path, problems: list[DumpError]) -> Curve | None:
         return None
     steps = sorted(rows)
     table = np.array([rows[s] for s in steps], np.float64)
-    return Curve(np.array(steps, np.int64), table[:, 0], table[:, 1], table[:, 2])
+    *numbers, probed = table.T
+    return Curve(np.array(steps, np.int64), *numbers, probed == 1)  # type: ignore[call-arg]
+
+
+_COLUMNS = ("loss", "grad_norm", "time", "tokens", "peak_mib", "probed")
 
 
 def _number(value: Any) -> float:

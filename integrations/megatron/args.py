@@ -3,9 +3,11 @@
 args = parse_args(extra_args_provider=add_dm_args)
 spec = spec_from_args(args, spec)                  # unchanged without --use-dm-attention
 session = probes_from_args(args, model, writer)    # None without a probe flag
+
+--dm-mode takes one delta for all layers, or one and exceptions by layer: matched,0-3=stale,17=consistent
 """
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,13 @@ def add_dm_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--use-dm-attention", action="store_true", help="Use dm_plugin's FP8 attention in the layer spec."
     )
-    group.add_argument("--dm-mode", choices=MODES, default="matched", help="Delta that the softmax backward subtracts.")
+    group.add_argument(
+        "--dm-mode",
+        type=_modes,
+        default="matched",
+        metavar="matched[,0-3=stale]",
+        help=f"Delta that the softmax backward subtracts ({', '.join(MODES)}), with exceptions by global layer.",
+    )
     group.add_argument(
         "--dm-attention-layers",
         default=None,
@@ -73,7 +81,39 @@ def spec_from_args(args: Any, spec: Any) -> Any:
             f"--dm-attention-layers {args.dm_attention_layers} names layer {max(chosen)} and the model has layers 0 to {layers - 1}; "
             "drop it (layers count from 0 over the whole model)"
         )
-    return with_dm_attention(spec, args.dm_attention_layers, args.dm_mode)
+    default, exceptions = parse_modes(args.dm_mode)
+    spec = with_dm_attention(spec, args.dm_attention_layers, default)
+    for numbers, mode in exceptions:
+        outside = sorted(numbers - chosen) if chosen is not None else []
+        if outside:
+            raise ValueError(
+                f"--dm-mode {args.dm_mode} names layer {outside[0]}, which --dm-attention-layers {args.dm_attention_layers} leaves to the "
+                "stock attention; name the same layers in both"
+            )
+        spec = with_dm_attention(spec, numbers, mode)
+    return spec
+
+
+def parse_modes(text: str) -> tuple[str, list[tuple[frozenset[int], str]]]:
+    """("matched", [({0, 1, 2, 3}, "stale"), ...]) from "matched,0-3=stale". Raises ValueError naming the part that is wrong."""
+    default, exceptions = "matched", []
+    for part in text.split(","):
+        layers, equals, mode = part.rpartition("=")
+        if mode.strip() not in MODES:
+            raise ValueError(f"--dm-mode {text}: {mode.strip()!r} is not a delta; use one of {', '.join(MODES)}")
+        if equals:
+            exceptions.append((parse_layers(layers.strip()) or frozenset(), mode.strip()))
+        else:
+            default = mode.strip()
+    return default, exceptions
+
+
+def _modes(text: str) -> str:
+    try:
+        parse_modes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 def probes_from_args(args: Any, model: Any, writer: Any = None, out: str | Path | None = None) -> "ProbeSession | None":

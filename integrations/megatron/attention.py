@@ -16,12 +16,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from dm_plugin import graphs
 from dm_plugin.attention import Tap, choose_impl, dm_attn_func
 from dm_plugin.delta import MODES
 from dm_plugin.formats import Format, get_format
 from dm_plugin.support import AttnCall
 
-from .context import attend_over_context
+from ..context import attend_over_context
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)
 _FULL = (AttnMaskType.no_mask,)
@@ -70,7 +71,11 @@ class DMDotProductAttention(MegatronModule):
             _, self.impl_reason = choose_impl(self._call(dim, dim_v), self.dm_impl)
         except (ValueError, RuntimeError) as error:
             raise type(error)(f"dm_plugin attention, layer {self.layer_number}: {error}") from None
+        # Megatron's QK clip and its max-logit log read this attribute after the step
+        self.keeps_max_logit = any(getattr(config, flag, False) for flag in ("qk_clip", "log_max_attention_logit"))
+        self.current_max_attn_logits: Tensor | None = None
         self.tap: Tap | None = None
+        self.probing = False
         self.refuse_probe: dict[str, str] = {}
 
     def forward(
@@ -85,18 +90,30 @@ class DMDotProductAttention(MegatronModule):
         **extra: Any,
     ) -> Tensor:
         """[Tq, B, H, D] and [Tk, B, G, D] -> [Tq, B, H * D]. Raises ValueError for packed sequences, a bias, a mask of another kind, or more operands."""
+        tap = self.tap
+        if torch.compiler.is_compiling():
+            if self.probing and not graphs.must_stay():
+                operands = (query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+                return graphs.outside(self.forward, *operands, **extra)
+            tap = None
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         given = [name for name, value in extra.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} was given to the core attention and is not supported by dm_plugin; {_STOCK}")
         _check_call(kind, attention_mask, attention_bias, packed_seq_params, query, key)
         options = {"mode": self.dm_mode, "fmt": self.dm_fmt, "impl": self.dm_impl, "softmax_scale": self.softmax_scale}
-        causal = kind in _CAUSAL
+        causal, want_max = kind in _CAUSAL, self.keeps_max_logit
         if self.cp_group is not None and self.cp_group.size() > 1:
-            o = attend_over_context(query, key, value, self.cp_group, causal, self.tap, options)
+            out = attend_over_context(query, key, value, self.cp_group, causal, tap, options, want_max)
+            o, top = out if want_max else (out, None)
         else:
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            o = dm_attn_func(q, k, v, causal, tap=self.tap, **options).transpose(0, 1)  # type: ignore[arg-type]
+            out = dm_attn_func(q, k, v, causal, tap=tap, return_max_logit=want_max, **options)  # type: ignore[arg-type]
+            o, top = out if want_max else (out, None)
+            o = o.transpose(0, 1)
+        if top is not None:
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = top if before is None else torch.maximum(before, top)
         return o.flatten(2)
 
     def _call(self, dim: int, dim_v: int) -> AttnCall:
@@ -147,9 +164,6 @@ def why_not_layer(
         return f"softmax_type={config.softmax_type!r} is not supported ('vanilla'), since sinks change what a row sums to; {_STOCK}"
     if is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number):
         return f"window_size={window} is not supported (none); {_STOCK}"
-    for flag in ("qk_clip", "log_max_attention_logit"):
-        if getattr(config, flag, False):
-            return f"{flag} is not supported, since max logits come with the backward pass; turn it off (probes report max_logit)"
     if getattr(config, "fp8_multi_head_attention", False):
         return "fp8_multi_head_attention is not supported (q, k and v must arrive in BF16); turn it off"
     return None

@@ -1,5 +1,6 @@
 """Attach a ProbeSession to a Megatron model, with its parallel coordinates and global layer names."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def attach_probes(
 ) -> ProbeSession:
     """A session attached to a model or its pipeline chunks; call begin(step) and step(step) around each training step.
 
-    config: ProbeConfig, a YAML file, or None (probe on request only). out: dump folder. See dm_plugin.session.ProbeSession.
+    config: ProbeConfig, a YAML file, or None (probe on request only). out: dump folder. backend: name of the attention where it has no tap;
+    default: what ran, as Transformer Engine's selection or the module's class tells. See dm_plugin.session.ProbeSession.
     """
     if config is None:
         config = ProbeConfig()
@@ -36,12 +38,21 @@ def attach_probes(
         out,
         rank=rank,
         world=world,
-        backend=backend,
+        backend=backend or backend_name,
         model_info=model_info(chunks[0]),
         writer=writer,
         control=control,
     )
     return session.attach(chunks)
+
+
+def backend_name(core: nn.Module) -> str:
+    """What ran in a core attention's last forward, such as "te:FusedAttention:FP8"; "megatron:<class>" outside Transformer Engine."""
+    if "transformer_engine" in sys.modules and hasattr(core, "flash_attention"):
+        from ..transformer_engine.observe import backend_of
+
+        return backend_of(core)
+    return f"megatron:{type(core).__name__}"
 
 
 def parallel_coordinates() -> tuple[int, dict[str, int]]:

@@ -6,6 +6,8 @@ layer is built, from its global layer number, so a choice of layers means the sa
 """
 
 import copy
+import logging
+import os
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -13,7 +15,10 @@ from typing import Any
 from dm_plugin.control import parse_layers
 from dm_plugin.formats import Format
 
+from ..logs import ensure_handler
 from .attention import configured
+
+log = logging.getLogger("dm_plugin")
 
 
 def with_dm_attention(
@@ -36,7 +41,29 @@ def with_dm_attention(
         raise ValueError(
             "the spec has no core_attention slot; dm_plugin replaces that of self- and cross-attention layers"
         )
+    ensure_handler()
+    where = "every layer" if chosen is None else f"layers {_ranges(chosen)}, the spec's own elsewhere"
+    log.info("attention of %s: dm_plugin, mode %s", where, mode)
     return spec
+
+
+def _ranges(layers: frozenset[int]) -> str:
+    """{0, 1, 2, 3, 7} -> 0-3, 7"""
+    starts = sorted(n for n in layers if n - 1 not in layers)
+    ends = sorted(n for n in layers if n + 1 not in layers)
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's own layer spec for a GPTModelConfig with our attention in it, for a script that cannot be changed (megatron-core 0.19):
+
+        pretrain_gpt.py --spec dm_plugin.integrations.megatron.spec layer_spec
+
+    The delta is DM_PLUGIN_MODE, else matched; the dm flags need the launcher (`python -m dm_plugin.integrations.megatron.launch`).
+    """
+    from megatron.training.models.gpt import default_layer_spec
+
+    return with_dm_attention(default_layer_spec(config, vp_stage), mode=os.environ.get("DM_PLUGIN_MODE", "matched"))
 
 
 def _replace(node: Any, core: type, layers: frozenset[int] | None, seen: set[int]) -> int:

@@ -86,7 +86,6 @@ def test_a_key_cache_under_a_causal_mask_is_refused_unless_its_end_is_stated() -
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' is not supported"),
         ({"window_size": (64, 0)}, r"window_size=\(64, 0\) is not supported"),
         ({"k_channels": 24, "v_channels": 16}, "head_dim=24 for q and k but 16 for v"),
-        ({"log_max_attention_logit": True}, "log_max_attention_logit is not supported"),
         ({"attention_type": "local"}, "attention_type='local' is not supported"),
         ({"context_parallel_size": 2}, "needs pg_collection.cp"),
     ],
@@ -100,6 +99,25 @@ def test_a_layer_that_skips_the_window_is_accepted() -> None:
     core_attention(window_size=(64, 0), window_attn_skip_freq=2, layer_number=2)
     with pytest.raises(ValueError, match="layer 3: window_size"):
         core_attention(window_size=(64, 0), window_attn_skip_freq=2, layer_number=3)
+
+
+def test_max_logits_are_kept_for_qk_clip_over_microbatches() -> None:
+    core = core_attention(log_max_attention_logit=True)
+    assert core_attention().keeps_max_logit is False
+    q, k, v = operands()
+    core(q, k, v, None)
+    top = core.current_max_attn_logits
+    repeated = k.float().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("sbhd,tbhd->bhst", q.float(), repeated) * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(1)
+    exact = scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+    assert top.shape == (q.shape[2],)
+    assert torch.allclose(top, exact, rtol=0.06, atol=0.1)
+    core(2 * q, k, v, None)
+    assert torch.allclose(core.current_max_attn_logits, 2 * top, rtol=0.05)
+    core(q, k, v, None)
+    assert torch.allclose(core.current_max_attn_logits, 2 * top, rtol=0.05)  # the largest of the step stays
+    assert not core.current_max_attn_logits.requires_grad
 
 
 def test_query_key_layer_scaling_changes_nothing() -> None:

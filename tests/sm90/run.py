@@ -6,10 +6,12 @@ Exit code: pytest's, or 2 when no test ran (no GPU, no kernels): a green run tha
 """
 
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -38,13 +40,27 @@ def main() -> int:
         f"--junitxml={junit}",
         *(arguments or ["tests"]),
     ]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = subprocess.run(command, cwd=ROOT, env=importable(), check=False).returncode
     if junit.exists():
         junit.write_text(re.sub(r' hostname="[^"]*"', "", junit.read_text()).replace(f"{ROOT}/", ""))
     summary = {**count(junit), "seconds": round(time.monotonic() - start, 1), "exit": code, **environment()}
     (out / "test_gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps({k: summary[k] for k in ("passed", "failed", "skipped", "seconds", "gpu")}))
     return code if code else (0 if summary["passed"] else 2)
+
+
+def importable() -> dict[str, str]:
+    """An environment in which dm_plugin.integrations imports from a checkout that was not installed."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import dm_plugin.integrations"], cwd=ROOT, capture_output=True, check=False
+    )
+    if found.returncode == 0:
+        return dict(os.environ)
+    home = Path(tempfile.mkdtemp(prefix="dm_plugin_path_"))
+    (home / "dm_plugin").mkdir()
+    for path in (*(ROOT / "dm_plugin").iterdir(), ROOT / "integrations"):
+        (home / "dm_plugin" / path.name).symlink_to(path)
+    return os.environ | {"PYTHONPATH": f"{home}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def count(junit: Path) -> dict[str, object]:

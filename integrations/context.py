@@ -1,6 +1,6 @@
 """Context parallelism by gathered keys: each rank keeps its queries and reads all keys.
 
-Megatron gives rank r the chunks r and 2 cp - 1 - r of 2 cp equal chunks. Keys and values are gathered and put in natural order, so their
+Megatron and Transformer Engine give rank r the chunks r and 2 cp - 1 - r of 2 cp equal chunks. Keys and values are gathered and put in natural order, so their
 FP8 codes are those of one device; each of the two query chunks then attends with its own causal offset (its first position). The delta is
 a quantity of one row over all keys, hence whole on one rank: nothing but dK and dV is reduced.
 """
@@ -18,9 +18,19 @@ from dm_plugin.stats import CodeStats, RowStats
 
 
 def attend_over_context(
-    query: Tensor, key: Tensor, value: Tensor, group: Any, causal: bool, tap: Tap | None, options: dict[str, Any]
-) -> Tensor:
-    """Local query [Tq/cp, B, H, D], key and value [Tk/cp, B, G, D] -> [Tq/cp, B, H, D]."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Any,
+    causal: bool,
+    tap: Tap | None,
+    options: dict[str, Any],
+    return_max_logit: bool = False,
+) -> Any:
+    """Local query [Tq/cp, B, H, D], key and value [Tk/cp, B, G, D] -> [Tq/cp, B, H, D].
+
+    With return_max_logit also the largest scaled logit of each head [H] over the whole sequence, the same on every rank.
+    """
     if query.shape[0] % 2:
         raise ValueError(
             f"context parallelism needs an even number of tokens on each rank, got {query.shape[0]}; pad the sequence"
@@ -31,12 +41,30 @@ def attend_over_context(
     k, v = key.transpose(0, 1), value.transpose(0, 1)
     half = query.shape[0] // 2
     starts = (group.rank() * half, (2 * group.size() - 1 - group.rank()) * half)
-    parts = []
+    parts: list[Tensor] = []
+    tops: list[Tensor] = []
     for i, (chunk, start) in enumerate(zip(query.split(half), starts, strict=True)):
         part_tap = merge.rows(i) if merge is not None else None
         offset = start if causal else None
-        parts.append(dm_attn_func(chunk.transpose(0, 1), k, v, causal, causal_offset=offset, tap=part_tap, **options))
-    return torch.cat(parts, 1).transpose(0, 1)
+        out = dm_attn_func(
+            chunk.transpose(0, 1),
+            k,
+            v,
+            causal,
+            causal_offset=offset,
+            tap=part_tap,
+            return_max_logit=return_max_logit,
+            **options,
+        )
+        parts.append(out[0] if return_max_logit else out)
+        if return_max_logit:
+            tops.append(out[1])
+    out = torch.cat(parts, 1).transpose(0, 1)
+    if not return_max_logit:
+        return out
+    top = torch.maximum(*tops)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    return out, top
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -1,0 +1,70 @@
+"""What `dm-plugin doctor` says of Transformer Engine: the version, the plugin, and which way the environment's switches point.
+
+Nothing is imported from Transformer Engine: its import needs torch, cuDNN and seconds, and a doctor must work where it is broken.
+"""
+
+import os
+from importlib import metadata
+
+from dm_plugin.doctor import Finding
+
+from .plugin import OLDEST
+from .selector import strict, switched_off
+
+PLUGIN = "dm_plugin.integrations.transformer_engine"
+SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def findings() -> list[Finding]:
+    """Lines for the doctor; empty when Transformer Engine is not installed."""
+    try:
+        text = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return []
+    version = tuple(int(x) for x in text.split("+")[0].split(".")[:2])
+    asked = os.environ.get("NVTE_PLUGIN")
+    if version < OLDEST:
+        return [
+            Finding(
+                "TE attention",
+                "stock",
+                False,
+                f"Transformer Engine {text} is too old for dm_plugin; install 2.3 or later",
+            )
+        ]
+    triple = " ".join(f"{name.removeprefix('NVTE_')}={os.environ.get(name, 'unset')}" for name in SWITCHES)
+    if asked == PLUGIN and version < (2, 20):
+        return [
+            Finding(
+                "TE attention",
+                "stock",
+                False,
+                f"NVTE_PLUGIN needs Transformer Engine 2.20 and {text} is here; call install() instead",
+            )
+        ]
+    if asked not in (None, "", PLUGIN):
+        return [
+            Finding(
+                "TE attention",
+                "stock",
+                None,
+                f"NVTE_PLUGIN={asked} is another plugin; dm_plugin can come in by install()",
+            )
+        ]
+    if asked != PLUGIN:
+        return [
+            Finding(
+                "TE attention",
+                "stock",
+                None,
+                f"NVTE_PLUGIN is not set; NVTE_PLUGIN={PLUGIN} or install() brings ours ({triple})",
+            )
+        ]
+    if switched_off():
+        return [Finding("TE attention", "stock", None, f"NVTE_FLASH_ATTN=0 turns dm_plugin off ({triple})")]
+    word = (
+        "an error where it cannot run"
+        if strict()
+        else "TE's own with a warning where it cannot run (DM_PLUGIN_STRICT=0)"
+    )
+    return [Finding("TE attention", "dm_plugin", True, f"{triple}; {word}")]
