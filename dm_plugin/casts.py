@@ -94,12 +94,12 @@ def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
     return tiles.repeat_interleave(rows, -2)[..., :m, :].repeat_interleave(cols, -1)[..., :n]
 
 
-def per_tensor(x: Tensor) -> Tensor:
-    """x through E4M3 with one scale for the whole tensor, dequantised."""
+def per_tensor(x: Tensor, grid: Grid = E4M3) -> Tensor:
+    """x through an FP8 grid with one scale for the whole tensor, dequantised."""
     if x.numel() == 0:
         return x
-    scale, inv = block_scale(finite_amax(x.reshape(-1), 0).reshape((1,) * x.dim()))
-    return round_to_grid(x * inv) * scale
+    scale, inv = block_scale(finite_amax(x.reshape(-1), 0).reshape((1,) * x.dim()), grid)
+    return round_to_grid(x * inv, grid) * scale
 
 
 # ------------------------------------------------------------------------------------------------ forward

@@ -43,6 +43,7 @@ class Format:
     o_saved: what the saved-output deltas read, `bf16` or `e4m3` (per tensor; then the caller gets that O too).
     stale_do: the dO of the stale delta, the incoming one or its FP8 image (`hat`).
     dp: operands of dP, `hat` (FP8) or `bf16` (unquantised).
+    grid_grad: the grid of dQ, dK and dV as they are handed out, one scale a tensor; None: not rounded.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Format:
     o_saved: Literal["bf16", "e4m3"] = "bf16"
     stale_do: Literal["given", "hat"] = "given"
     dp: Literal["hat", "bf16"] = "hat"
+    grid_grad: Grid | None = None
 
     def with_(self, **changes: object) -> "Format":
         """The same format with some fields changed; the name lists the changes."""
@@ -80,8 +82,9 @@ STOCK = Format(
     ds="tensor",
     o_saved="e4m3",
     stale_do="hat",
+    grid_grad=E5M2,
 )
-STOCK_CURRENT = replace(STOCK, name="stock_current", o_saved="bf16", stale_do="given")
+STOCK_CURRENT = replace(STOCK, name="stock_current", o_saved="bf16", stale_do="given", grid_grad=None)
 
 FORMATS = {f.name: f for f in (PAPER, SM90, STOCK, STOCK_CURRENT)}
 

@@ -131,6 +131,8 @@ def backward(saved: Saved, do: Tensor, call: Call, want_stats: bool = False) -> 
     operands = casts.Operands(saved.q, saved.k, doc, saved.lse2, saved.m2)
     casted = casts.backward(p, ds, operands, fmt, call.accumulate, visible.sum())
     dq, dk, dv = casted.dq * call.softmax_scale, casted.dk * call.softmax_scale, casted.dv
+    if fmt.grid_grad is not None:
+        dq, dk, dv = (casts.per_tensor(x, fmt.grid_grad) for x in (dq, dk, dv))
     stats = None
     if want_stats:
         codes = {

@@ -96,8 +96,9 @@ def build(args: argparse.Namespace) -> Any:
 
 @contextmanager
 def job(args: argparse.Namespace) -> Iterator[None]:
-    """torch.distributed, Megatron's parallel state, our plugin where the arm asks for it, and deterministic kernels."""
+    """torch.distributed, Megatron's parallel state; for our arms the plugin and deterministic kernels (cuDNN has no such FP8 backward)."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0" if args.arm.startswith("dm_") else "1"
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # the checkpoint that --resume reads is this script's own
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch.distributed as dist
     import transformer_engine.pytorch  # noqa: F401
@@ -108,8 +109,8 @@ def job(args: argparse.Namespace) -> Iterator[None]:
         from dm_plugin.integrations.transformer_engine import install
 
         install(mode=args.arm.removeprefix("dm_"))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.manual_seed(args.seed)
@@ -172,6 +173,7 @@ def train(args: argparse.Namespace, out: Path) -> int:
                 began = time.perf_counter()
                 probed = session.begin(step)
                 tokens, labels = (x.cuda() for x in batch(data, step, args))
+                model.set_is_first_microbatch()  # Megatron's linear layers cast their weights to FP8 anew
                 model.zero_grad(set_to_none=True)
                 loss = model(tokens, positions, None, labels=labels).float().mean()
                 loss.backward()

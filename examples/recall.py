@@ -158,17 +158,24 @@ def train(job: Job) -> dict[str, Any]:
     }
 
 
-def on_transformer_engine(args: argparse.Namespace) -> None:
-    """The arms of _recall_te.py, seed by seed in this process."""
+def train_te(job: tuple[str, int, float]) -> dict[str, Any]:
     import _recall_te as te
 
-    te.start()
+    return te.train(*job, draw, (SYMBOLS, KEYS))
+
+
+def on_transformer_engine(args: argparse.Namespace) -> None:
+    """The arms of _recall_te.py; the runs share the GPU."""
+    import _recall_te as te
+
     arms = args.arms or list(te.ARMS)
-    jobs = [(a, s, v) for v in args.v_off for a in arms for s in range(args.seeds)]
+    jobs = [(a, s, v) for a in arms for v in args.v_off for s in range(args.seeds)]
     bar, runs = Progress(len(jobs), "runs"), []
-    for a, s, v in jobs:
-        runs.append(te.train(a, s, v, draw, (SYMBOLS, KEYS)))
-        bar.step(f"{a} seed {s}: {runs[-1]['tail']:.4f}")
+    with multiprocessing.get_context("spawn").Pool(args.workers or 8, initializer=te.start) as pool:
+        for r in pool.imap_unordered(train_te, jobs):
+            runs.append(r)
+            bar.step(f"{r['arm']} seed {r['seed']}: {r['tail']:.4f}")
+    runs.sort(key=lambda r: (r["v_off"], arms.index(r["arm"]), r["seed"]))
     for v in args.v_off:
         rows = []
         for a in arms:
@@ -201,7 +208,7 @@ def main() -> None:
     )
     p.add_argument("--plain", action="store_true", help="the null: queries only, no '?' rows")
     p.add_argument("--steps", type=int, default=STEPS)
-    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--workers", type=int, default=None, help="processes; default 2, 8 with --stack te")
     p.add_argument("--json", default=None, metavar="PATH")
     args = p.parse_args()
     args.seeds = args.seeds or (8 if args.stack == "te" else 5)
@@ -213,7 +220,7 @@ def main() -> None:
         p.error(f"--arms {unknown[0]} is not known; use {', '.join(ARMS)}")
     jobs = [Job(a, s, v, args.plain, args.steps) for v in args.v_off for a in arms for s in range(args.seeds)]
     bar, runs = Progress(len(jobs), "runs"), []
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(args.workers or 2) as pool:
         for r in pool.imap(train, jobs):
             runs.append(r)
             bar.step(f"{r['arm']} seed {r['seed']}: {r['tail']:.4f}")

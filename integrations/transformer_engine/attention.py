@@ -18,7 +18,8 @@ from dm_plugin.support import AttnCall
 
 from ..context import attend_over_context
 from .observe import backend_of
-from .selector import OURS, OURS_WITH_MAX_LOGIT, State, strict, switched_off
+from .selector import OURS, OURS_WITH_MAX_LOGIT, State
+from .switches import strict, switched_off
 
 
 @cache
@@ -40,10 +41,10 @@ def attention_class() -> type:
         def forward(
             self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            version = str(kwargs.get("flash_attention_backend"))
-            if version not in (OURS, OURS_WITH_MAX_LOGIT):
-                return super().forward(query_layer, key_layer, value_layer, *args, **kwargs)
-            return _attend(self, query_layer, key_layer, value_layer, kwargs, version == OURS_WITH_MAX_LOGIT)
+            version = kwargs.get("flash_attention_backend")
+            if version is OURS or version is OURS_WITH_MAX_LOGIT:
+                return _attend(self, query_layer, key_layer, value_layer, kwargs, version is OURS_WITH_MAX_LOGIT)
+            return super().forward(query_layer, key_layer, value_layer, *args, **kwargs)
 
         def stock_backend(self) -> str:
             return backend_of(self)

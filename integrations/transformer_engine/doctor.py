@@ -8,8 +8,7 @@ from importlib import metadata
 
 from dm_plugin.doctor import Finding
 
-from .plugin import OLDEST
-from .selector import strict, switched_off
+from .switches import OLDEST, strict, switched_off
 
 PLUGIN = "dm_plugin.integrations.transformer_engine"
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

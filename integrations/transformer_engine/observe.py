@@ -9,14 +9,15 @@ def backend_of(module: Any = None) -> str:
     """What TE's last selection was, such as "te:FusedAttention:FP8"; right after a module's forward it is that module's."""
     import transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention as dpa
 
-    from .selector import OURS, OURS_WITH_MAX_LOGIT, State, switched_off
+    from .selector import OURS, OURS_WITH_MAX_LOGIT, State
+    from .switches import switched_off
 
     chosen = dpa._attention_backends
     why = ""
     if State.installed is not None:
         why = " (NVTE_FLASH_ATTN=0)" if switched_off() else _fallback_reason()
     if chosen["use_flash_attention"]:
-        version = str(chosen["flash_attention_backend"])
+        version = chosen["flash_attention_backend"]
         return (
             f"te:dm_plugin:{State.settings.delta}"
             if version in (OURS, OURS_WITH_MAX_LOGIT)

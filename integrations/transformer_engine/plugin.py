@@ -17,10 +17,10 @@ from dm_plugin.formats import Format, get_format
 from dm_plugin.support import IMPLS
 
 from ..logs import ensure_handler
-from .selector import Settings, State, get_attention_backend, strict, switched_off
+from .selector import Settings, State, get_attention_backend
+from .switches import OLDEST, strict, switched_off
 
 log = logging.getLogger("dm_plugin")
-OLDEST = (2, 3)
 _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
 
 

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from dm_plugin.attention import choose_impl
 from dm_plugin.formats import Format
 from dm_plugin.support import AttnCall
 
+from .switches import strict, switched_off
+
 log = logging.getLogger("dm_plugin")
-OURS = "0.0.0+dm"  # stands where TE passes the flash-attn version; the attention class sees it and knows that it was chosen
-OURS_WITH_MAX_LOGIT = "0.0.0+dm.max.logit"
+# stand where TE passes the flash-attn version on to the attention class, which knows by it that it was chosen
+OURS, OURS_WITH_MAX_LOGIT = Version("0.0.0+dm"), Version("0.0.0+dm.max.logit")
 MASKS = ("causal", "causal_bottom_right", "no_mask")
 
 
@@ -53,14 +56,6 @@ class State:
     stock_class: type | None = None
 
 
-def strict() -> bool:
-    return os.environ.get("DM_PLUGIN_STRICT", "1") != "0"
-
-
-def switched_off() -> bool:
-    return os.environ.get("NVTE_FLASH_ATTN", "1") == "0"
-
-
 def get_attention_backend(attention_params: Any) -> tuple[Any, ...]:
     """TE's selector with ours in front: (use flash, its version, use fused, its sub-backend, use unfused, available).
 
@@ -71,10 +66,8 @@ def get_attention_backend(attention_params: Any) -> tuple[Any, ...]:
     if not refused and not torch.compiler.is_compiling():
         _announce(attention_params, decision)
     if decision.ours:
-        from packaging.version import Version
-
         marker = OURS_WITH_MAX_LOGIT if getattr(attention_params, "return_max_logit", False) else OURS
-        return True, Version(marker), False, None, False, [True, False, False]
+        return True, marker, False, None, False, [True, False, False]
     if refused:
         raise ValueError(
             f"dm_plugin attention cannot run this: {decision.reason}; NVTE_FLASH_ATTN=0 asks for Transformer Engine's own "

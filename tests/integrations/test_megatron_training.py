@@ -1,13 +1,20 @@
 """A real Megatron-Core GPT on the CPU under our core attention: recompute, probes, checkpoints, choice of layers."""
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'dm-plugin[megatron]'")
-from dm_plugin.integrations.megatron import attach_probes, with_dm_attention
+from dm_plugin.integrations.megatron import (
+    DMDotProductAttention,
+    add_dm_args,
+    attach_probes,
+    spec_from_args,
+    with_dm_attention,
+)
 from megatron_jobs import TINY, causal_mask, dm, gpt, train
 
 from dm_plugin.config import ProbeConfig
@@ -271,3 +278,40 @@ def test_A04_a_multi_token_prediction_layer_never_takes_a_decoder_name() -> None
     assert [s.name for s in sites[:2]] == [f"decoder.layers.{i}.self_attention.core_attention" for i in (0, 1)]
     assert [s.name.startswith("mtp.layers.0.") for s in sites[2:]] == [True]
     assert all(s.ours for s in sites)
+
+
+def test_the_attention_of_mixture_of_experts_layers_is_replaced_too(megatron: None) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    config = tiny(num_moe_experts=2, moe_layer_freq=[0, 1], moe_router_topk=1, moe_router_pre_softmax=True).config
+    block = with_dm_attention(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
+    cores = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
+    assert len(cores) == 2
+    assert all(issubclass(core, DMDotProductAttention) for core in cores)
+
+
+def test_layers_may_have_modes_of_their_own(megatron: None) -> None:
+    args = add_dm_args(ArgumentParser()).parse_args(["--use-dm-attention", "--dm-mode", "matched,1=stale"])
+    model = tiny(edit_spec=lambda spec: spec_from_args(args, spec))
+    modes = [layer.self_attention.core_attention.dm_mode for layer in model.decoder.layers]
+    assert modes == ["matched", "stale"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--dm-mode", "fresh"], "'fresh' is not a delta"),
+        (["--dm-mode", "matched,x=stale"], "'x' is neither a layer number nor a range"),
+    ],
+)
+def test_a_wrong_mode_is_refused_by_the_parser(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        add_dm_args(ArgumentParser()).parse_args(words)
+    assert text in capsys.readouterr().err
+
+
+def test_a_mode_for_a_layer_that_is_left_to_stock_is_refused() -> None:
+    words = ["--use-dm-attention", "--dm-attention-layers", "0", "--dm-mode", "matched,1=stale"]
+    args = add_dm_args(ArgumentParser()).parse_args(words)
+    with pytest.raises(ValueError, match="names layer 1, which --dm-attention-layers 0 leaves to the stock attention"):
+        spec_from_args(args, gpt_spec())

@@ -45,22 +45,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     probes = root / "probes.yaml"
     probes.write_text(
-        "all:\n  enabled: True\n  layers: {layer_name_regex_pattern: '.*'}\n  dm_plugin:\n    DumpAttentionProbes: {enabled: True, freq: 1}\n"
+        "all:\n  enabled: True\n  layers: {layer_name_regex_pattern: '.*'}\n  dm_plugin:\n    DumpAttentionProbes: {enabled: True, freq: 4}\n"
     )
     jobs = [start(root / model / name, model=model, steps=STEPS, **flags) for model in ("gpt", "hybrid") for name, flags in {
-        "plain": {"save_every": HALF},
+        "plain": {},
         "core_attn": {"recompute": "core_attn"},
         "full": {"recompute": "full"},
         "probed": {"probes": probes},
     }.items()]  # fmt: skip
     jobs += [
-        start(root / "half", steps=HALF, save_every=HALF),
+        start(root / "bf16", steps=STEPS, linears="bf16"),
+        start(root / "half", steps=HALF, save_every=HALF, linears="bf16"),
         start(root / "swap", steps=HALF, save_every=HALF, arm="te_bf16"),
         start(root / "back", steps=HALF, save_every=HALF, linears="bf16"),
     ]
     finish(*jobs)
     finish(
-        start(root / "half", steps=STEPS, resume=True),
+        start(root / "half", steps=STEPS, resume=True, linears="bf16"),
         start(root / "swap", steps=STEPS, resume=True, linears="bf16"),
         start(root / "back", steps=STEPS, resume=True, arm="te_bf16"),
     )
@@ -76,7 +77,7 @@ def test_A01_losses_are_bitwise_equal_across_recompute_and_probes(runs: Path, mo
         assert losses(runs / model / name) == plain, name
 
 
-def test_the_probed_run_left_every_step_of_every_layer(runs: Path) -> None:
+def test_the_probed_run_left_every_fourth_step_of_every_layer(runs: Path) -> None:
     from dm_plugin.review.collect import collect
     from dm_plugin.review.measure import MEASURES
     from dm_plugin.review.runs import discover
@@ -85,13 +86,14 @@ def test_the_probed_run_left_every_step_of_every_layer(runs: Path) -> None:
         (arm,) = discover([runs / model / "probed"], [])
         data = collect(arm, [MEASURES["row_sum_pre.median"]])
         values = data.values["row_sum_pre.median"]
-        assert values.shape == (STEPS, 4)
+        assert values.shape == (-(-STEPS // 4), 4)
         assert (values < 1e-6).all()
         assert data.backend == "sm90:matched"
 
 
 def test_resume_equals_the_uninterrupted_run(runs: Path) -> None:
-    assert losses(runs / "half") == losses(runs / "gpt" / "plain")
+    # BF16 linear layers: Transformer Engine's delayed scaling of its own FP8 linears does not resume bit by bit
+    assert losses(runs / "half") == losses(runs / "bf16")
 
 
 @pytest.mark.parametrize("name", ["swap", "back"])
