@@ -1,6 +1,6 @@
 """One result file from the run folder of `dm-plugin ab examples/ab/te_*.yaml`: the table, what ran, versions, losses.
 
-    python3 benchmarks/collect_ab.py runs/te_gpt --config examples/ab/te_gpt.yaml --json benchmarks/results/ab_te_gpt.json
+python3 benchmarks/collect_ab.py runs/te_gpt --config examples/ab/te_gpt.yaml --json benchmarks/results/ab_te_gpt.json
 """
 
 import argparse
@@ -30,7 +30,14 @@ def main() -> None:
         "command": f"dm-plugin ab {args.config}",
         "device": about["device"],
         "versions": about["versions"],
-        "shape": {"tokens": lines[0]["tokens"] // 4, "batch": 4, "attention_layers": 4, "head_dim": 128, "heads": 8, "kv_heads": 2},
+        "shape": {
+            "tokens": lines[0]["tokens"] // 4,
+            "batch": 4,
+            "attention_layers": 4,
+            "head_dim": 128,
+            "heads": 8,
+            "kv_heads": 2,
+        },
         "steps": len(lines),
         "table": table["arms"],
         "arms": arms,

@@ -202,6 +202,65 @@ def ab(
 
 
 @app.command()
+def replay(
+    captures: Annotated[list[Path], typer.Argument(help="A dumps folder, its captures folder, or a capture file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of tables.")] = False,
+) -> None:
+    """Replay captured operands: what stale, consistent, matched and stock would have given. Needs torch."""
+    try:
+        from .replay import ARMS, load
+        from .replay import replay as run
+    except ModuleNotFoundError as error:
+        _stop(f"replay needs {error.name}, which is not installed")
+    import numpy as np
+
+    from .dump import DumpError, find_dumps
+    from .review.measure import MEASURES
+
+    shown = ("median", "gap", "col", "dq", "dk", "dv")
+    files = []
+    for path in captures:
+        folder = path / "captures" if (path / "captures").is_dir() else path
+        files += [f.path for f in find_dumps(folder)] if folder.is_dir() else [path]
+    if not files:
+        _stop(f"{captures[0]} holds no captures; ask a job for them with `dm-plugin probe start RUN --replay`")
+    for file in files:
+        try:
+            metadata, found = load(file)
+        except DumpError as error:
+            _stop(str(error))
+        for site, capture in found.items():
+            fields = {key: np.asarray(x)[None] for key, x in run(capture).items()}
+            rows = {arm: [float(MEASURES[f"replay_{arm}.{m}"].form(fields)[0]) for m in shown] for arm in ARMS}
+            if as_json:
+                for arm, values in rows.items():
+                    numbers = dict(zip(shown, map(_number, values), strict=True))
+                    print(json.dumps({"file": str(file), "site": site, "arm": arm, **numbers}))
+                continue
+            ran = metadata.get("dm_plugin.backend", "")
+            title = (
+                f"{_site(site)}, step {metadata['dm_plugin.step']}, {tuple(capture.q.shape)} of a job that ran {ran}"
+            )
+            table = Table(
+                "arm",
+                "row",
+                "delta gap",
+                "key column",
+                "dQ error",
+                "dK error",
+                "dV error",
+                title=title,
+                title_justify="left",
+            )
+            for arm, values in rows.items():
+                table.add_row(arm, *map(_fmt, values))
+            out.print(table)
+    if not as_json:
+        for m in shown:
+            out.print(f"  {MEASURES[f'replay_stale.{m}'].definition}", soft_wrap=True)
+
+
+@app.command()
 def doctor(
     head_dim: Annotated[int, typer.Option(help="Head dim to ask about.")] = 128,
     dtype: Annotated[str, typer.Option(help="Dtype to ask about.")] = "bfloat16",
@@ -236,10 +295,17 @@ def probe_start(
     steps: Annotated[int | None, typer.Option(help="How many steps; default: until stopped.")] = None,
     start_step: Annotated[int | None, typer.Option(help="First step; default: the next one each rank reaches.")] = None,
     layers: Annotated[str | None, typer.Option(help="Global layer numbers from 0, like 0-3,17; default: all.")] = None,
-    probes: Annotated[str | None, typer.Option(help="Comma-separated probes; default: all.")] = None,
+    probes: Annotated[str | None, typer.Option(help="Comma-separated probes; default: all but replay.")] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Also capture operands and replay them through every delta.")
+    ] = False,
 ) -> None:
     """Ask the job to probe its next steps."""
     wanted = [p.strip() for p in probes.split(",")] if probes else None
+    if replay:
+        from .config import ON_REQUEST, PROBES
+
+        wanted = [*(wanted or PROBES), *(p for p in ON_REQUEST if p not in (wanted or ()))]
     _send(run, "start", steps=steps, start_step=start_step, layers=layers, probes=wanted)
 
 
@@ -256,9 +322,9 @@ def probe_status(run: Run) -> None:
 
     request, ranks = control.status(run)
     out.print(f"request: {json.dumps(request) if request else 'none'}")
-    table = Table("rank", "state", "at step", "request", "written", "lost")
+    table = Table("rank", "state", "at step", "request", "queued", "written", "lost")
     for r in ranks:
-        table.add_row(*(str(r.get(k)) for k in ("rank", "state", "step", "request", "written", "lost")))
+        table.add_row(*(str(r.get(k)) for k in ("rank", "state", "step", "request", "queued", "written", "lost")))
     out.print(table if ranks else "no rank has reported yet")
 
 

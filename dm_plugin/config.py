@@ -18,6 +18,7 @@ import yaml
 from .schedule import Schedule
 
 PROBES = ("row_sum", "row_sum_signed", "key_col_sum", "gain_share", "delta_gap", "max_logit", "entropy", "codes")
+ON_REQUEST = ("replay",)  # costs more than the others: only where it is named
 FEATURES = ("LogAttentionResiduals", "DumpAttentionProbes")
 _FEATURE_KEYS = ("enabled", "probes", "freq", "start_step", "end_step", "start_end_list")
 
@@ -137,7 +138,7 @@ def _feature(body: Any, label: str) -> Feature | None:
         return None
     probes = body.get("probes", list(PROBES))
     if not are_probes(probes) or not probes:
-        raise ValueError(f"{label}: probes={probes!r} must be a list from {', '.join(PROBES)}")
+        raise ValueError(f"{label}: probes={probes!r} must be a list from {', '.join(PROBES + ON_REQUEST)}")
     keys = {k: body[k] for k in ("freq", "start_step", "end_step", "start_end_list") if k in body}
     try:
         return Feature(Schedule(**keys), frozenset(probes))
@@ -147,7 +148,7 @@ def _feature(body: Any, label: str) -> Feature | None:
 
 def are_probes(value: Any) -> bool:
     """Is this a list of probe names?"""
-    return isinstance(value, list) and all(isinstance(p, str) and p in PROBES for p in value)
+    return isinstance(value, list) and all(isinstance(p, str) and p in PROBES + ON_REQUEST for p in value)
 
 
 def _flag(body: dict[str, Any], key: str, label: str) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import PROBES, are_probes
+from .config import ON_REQUEST, PROBES, are_probes
 
 log = logging.getLogger("dm_plugin")
 SCHEMA = 1
@@ -98,7 +98,9 @@ def parse(body: Any) -> Request:
             raise ValueError(f"probe request {key}={value!r} must be a whole number of at least {low}, or null")
     probes = body.get("probes")
     if probes is not None and not are_probes(probes):
-        raise ValueError(f"probe request probes={probes!r} must be a list from {', '.join(PROBES)}, or null")
+        raise ValueError(
+            f"probe request probes={probes!r} must be a list from {', '.join(PROBES + ON_REQUEST)}, or null"
+        )
     layers = body.get("layers")
     if layers is not None and not isinstance(layers, str):
         raise ValueError(f"probe request layers={layers!r} must be text like '0-3,7', or null")
@@ -156,7 +158,7 @@ class Watcher:
         except Exception as error:  # whatever somebody wrote there, the job goes on
             log.warning("the probe request %s is ignored: %s", self._path, error)
 
-    def report(self, step: int, state: str, written: int, lost: int) -> None:
+    def report(self, step: int, state: str, written: int, lost: int, queued: int = 0) -> None:
         """Write this rank's status file (call it off the training thread)."""
         request = self.request.id if self.request is not None else None
         body = {
@@ -164,6 +166,7 @@ class Watcher:
             "step": step,
             "state": state,
             "request": request,
+            "queued": queued,
             "written": written,
             "lost": lost,
             "time": time.time(),

@@ -191,9 +191,20 @@ class DumpWriter:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(depth)
         self._thread: threading.Thread | None = None
 
-    def submit(self, step: int, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bool:
-        """Queue one record; False when the queue is full and the record is lost."""
-        return self.call(lambda: self._write(step, tensors, metadata), record=True)
+    def submit(
+        self,
+        step: int,
+        tensors: Mapping[str, np.ndarray],
+        metadata: Mapping[str, str],
+        late: Callable[[], Mapping[str, np.ndarray]] | None = None,
+    ) -> bool:
+        """Queue one record; False when the queue is full and the record is lost. late: more tensors, made on the writer thread."""
+        return self.call(lambda: self._write(step, tensors, metadata, late), record=True)
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for the writer thread."""
+        return self._queue.qsize()
 
     def call(self, work: Callable[[], None], record: bool = False) -> bool:
         """Run a small job on the writer thread, in order with the dumps."""
@@ -243,9 +254,22 @@ class DumpWriter:
             except Exception as error:  # nothing that a probe does may end a training job
                 self._warn(f"job:{type(error).__name__}", f"a probe job failed ({error}); training goes on")
 
-    def _write(self, step: int, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    def _write(
+        self,
+        step: int,
+        tensors: Mapping[str, np.ndarray],
+        metadata: Mapping[str, str],
+        late: Callable[[], Mapping[str, np.ndarray]] | None = None,
+    ) -> None:
         with self._lock:
             lost = self._lost
+        if late is not None:
+            try:
+                tensors = {**tensors, **late()}
+            except Exception as error:  # the record itself is still good
+                self._warn(
+                    f"late:{type(error).__name__}", f"a replay of step {step} failed ({error}); training goes on"
+                )
         try:
             write_step(self.out, step, self.rank, tensors, {**metadata, "dm_plugin.lost": str(lost)})
         except OSError as error:

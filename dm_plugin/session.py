@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -29,10 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .config import ProbeConfig, Section
-from .control import Watcher
-from .dump import DumpWriter
+from .config import PROBES, ProbeConfig, Section
+from .control import Request, Watcher
+from .dump import DumpWriter, write_step
 from .recorder import Recorder, not_given
+from .replay import Capture, pack, replay, sample
 from .residuals import BINS_PER_DECADE, LOG10_LOW
 from .sites import Site, find_sites
 from .stats import RowStats
@@ -46,7 +48,8 @@ class ProbeSession:
 
     config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. rank: names this process's dumps; default: that of
     torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend of sites that have no tap, or a function that names it from the site's module after its forward. writer: any object with
-    add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none.
+    add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none. on_signal: a signal number such as signal.SIGUSR1 that asks for all
+    probes on the next step (from the main thread only).
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ProbeSession:
         model_info: Mapping[str, Any] | None = None,
         writer: Any = None,
         control: Path | str | bool | None = True,
+        on_signal: int | None = None,
     ) -> None:
         self.config, self.backend, self.scalars = config, backend, writer
         self.rank = rank = process_rank() if rank is None else rank
@@ -68,6 +72,7 @@ class ProbeSession:
         self.dumps = DumpWriter(out, rank) if out is not None else None
         folder = out if control is True else control
         self.watcher = Watcher(folder, rank) if folder not in (None, False) else None  # type: ignore[arg-type]
+        self._warned: set[str] = set()
         self._sections: list[tuple[Site, Section | None]] = []
         self._recorder = Recorder()  # one a probed step: a backward pass that comes late adds to a record nobody reads
         self._active: dict[str, tuple[Site, frozenset[str]]] = {}
@@ -77,8 +82,11 @@ class ProbeSession:
         self._keys: dict[int, weakref.ref[Tensor]] = {}
         self._backends: dict[str, str] = {}
         self._tapped: set[str] = set()
+        self._captures: dict[str, Capture] = {}
+        self._signalled = False
+        self._restore_signal = self._listen(on_signal) if on_signal is not None else lambda: None
+        self._now = 0
         self._missing: dict[str, dict[str, str]] = {}
-        self._warned: set[str] = set()
         self._reported: tuple[str | None, bool] | None = None
 
     # -------------------------------------------------------------------------------------------- life
@@ -106,12 +114,16 @@ class ProbeSession:
         """Start of a training step; makes hooks if this step is probed and says whether it is. Costs one stat() otherwise."""
         self._unhook()
         request = self.watcher.poll(step) if self.watcher is not None else None
+        if self._signalled:
+            self._signalled = False
+            request = request or Request("signal", "start", step, 1, None, frozenset(PROBES))
         self._report(step, request is not None)
         nothing = frozenset[str](), frozenset[str]()
         wanted = {section: section.wanted(step) for section in self.config.sections}
         if request is None and not any(log or dump for log, dump in wanted.values()):
             return False
         self._recorder, self._missing, self._backends, self._tapped = Recorder(), {}, {}, set()
+        self._captures, self._now = {}, step
         for site, section in self._sections:
             to_log, to_dump = wanted[section] if section is not None else nothing
             if request is not None and (request.layers is None or _layer(site) in request.layers):
@@ -144,7 +156,9 @@ class ProbeSession:
                     )
             if self.dumps is not None and to_dump:
                 kept = {key: x for key, x in record.items() if key.partition("/")[0] in to_dump}
-                self.dumps.submit(step, kept, self._metadata(active))
+                metadata, captures = self._metadata(active), self._captures
+                late = partial(self._replay, step, captures, metadata) if captures else None
+                self.dumps.submit(step, kept, metadata, late)
             if self.scalars is not None and to_log:
                 self._write_scalars(step, {k: x for k, x in record.items() if k.partition("/")[0] in to_log})
         except Exception as error:  # a probe must not end a training job
@@ -159,9 +173,28 @@ class ProbeSession:
         self._unhook()
         self.sites, self._sections = [], []
 
+    def _listen(self, number: int) -> Callable[[], None]:
+        """Ask for one probed step when the signal comes; returns what puts the former handler back."""
+
+        def heard(*_: Any) -> None:
+            self._signalled = True
+
+        try:
+            before = signal.signal(number, heard)
+        except ValueError as error:  # not the main thread: the job goes on without
+            self._warn("signal", f"probes do not listen to signal {number} ({error})")
+            return lambda: None
+
+        def restore() -> None:
+            if signal.getsignal(number) is heard:
+                signal.signal(number, before)
+
+        return restore
+
     def close(self) -> None:
         """Detach and wait for the writer thread."""
         self.detach()
+        self._restore_signal()
         if self.dumps is not None:
             self.dumps.close()
 
@@ -185,6 +218,9 @@ class ProbeSession:
                 tapped.ran = None  # type: ignore[assignment]
             observe = partial(self._on_forward, self._recorder, site, wants_keys)
             self._undo.append(site.module.register_forward_hook(observe, with_kwargs=True).remove)
+        if "replay" in probes:
+            capture = partial(self._on_operands, site)
+            self._undo.append(site.module.register_forward_hook(capture, with_kwargs=True).remove)
 
     def _unhook(self) -> None:
         for undo in self._undo:
@@ -238,6 +274,45 @@ class ProbeSession:
         batch_first = str(getattr(module, "qkv_format", "sbhd")).startswith("bshd")
         handle = key.register_hook(partial(self._on_key_gradient, recorder, site.name, batch_first))
         self._undo.append(handle.remove)
+
+    def _on_operands(
+        self, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Copy a sample of q, k, v when forward ends, and of dO when its gradient comes; once a step."""
+        output = output[0] if isinstance(output, tuple) else output
+        if site.name in self._captures or not torch.is_grad_enabled() or not output.requires_grad:
+            return
+        step = self._now
+
+        def on_gradient(do: Tensor) -> None:
+            try:
+                if step == self._now and site.name not in self._captures:
+                    self._captures[site.name] = _sample(site, module, args, kwargs, do, step, self.world)
+            except Exception as error:
+                self._miss(site.name, ("replay",), str(error))
+
+        self._undo.append(output.register_hook(on_gradient).remove)
+
+    def _replay(self, step: int, captures: dict[str, Capture], metadata: dict[str, str]) -> dict[str, np.ndarray]:
+        """On the writer thread: keep the operands in a file of their own, and replay them."""
+        assert self.dumps is not None
+        fields: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
+        described = {}
+        for name, capture in captures.items():
+            q, k, v, do = (x.cpu() for x in capture[:4])
+            on_cpu = Capture(q, k, v, do, capture.causal, capture.scale)
+            packed, described[name] = pack(name, on_cpu)
+            arrays |= packed
+            fields |= {f"{name}/{key}": x for key, x in replay(on_cpu).items()}
+        write_step(
+            self.dumps.out / "captures",
+            step,
+            self.rank,
+            arrays,
+            metadata | {"dm_plugin.captures": json.dumps(described)},
+        )
+        return fields
 
     def _on_key_gradient(self, recorder: Recorder, site: str, batch_first: bool, gradient: Tensor) -> None:
         try:
@@ -299,7 +374,7 @@ class ProbeSession:
             return
         word = "probing" if active else "waiting" if request is not None and request.action == "start" else "idle"
         dumps, watcher = self.dumps, self.watcher
-        if dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total)):
+        if dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total, dumps.queued)):
             self._reported = state  # else the queue is full: tried again at the next step
 
     def _write_scalars(self, step: int, record: Mapping[str, np.ndarray]) -> None:
@@ -309,6 +384,34 @@ class ProbeSession:
                 self.scalars.add_scalar(tag, value, step)
         else:
             self.scalars.log(values, step=step)
+
+
+def _sample(
+    site: Site,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    do: Tensor,
+    step: int,
+    world: Mapping[str, int],
+) -> Capture:
+    """The operands of a core attention's call as a capture. Raises ValueError where a replay would not be this call."""
+    refused = _no_key_sum(site, world)
+    if refused is not None:
+        raise ValueError(f"not replayed: {refused}")
+    q, k, v = args[:3]
+    if q.dim() != 4:
+        raise ValueError(f"operands of shape {tuple(q.shape)} are packed and are not replayed")
+    if str(getattr(module, "qkv_format", "sbhd")).startswith("bshd"):
+        q, k, v, do = (x.transpose(0, 1) for x in (q, k, v, do))
+    kind = kwargs.get("attn_mask_type") or next((a for a in args[3:] if hasattr(a, "name")), None)
+    kind = getattr(module, "attn_mask_type", "") if kind is None else kind
+    mask = str(getattr(kind, "name", kind))
+    if mask not in ("causal", "no_mask"):
+        raise ValueError(f"a mask of kind {mask} is not replayed")
+    scale = getattr(module, "softmax_scale", None)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return sample(q, k, v, do.reshape(q.shape), step, mask == "causal", scale)
 
 
 def _set_tap(module: nn.Module, tap: Any) -> None:

@@ -148,6 +148,49 @@ def _code_measures(code: str) -> list[Measure]:
     return out
 
 
+REPLAY_ARMS = ("stale", "consistent", "matched", "stock")
+
+
+def _replay_measures(arm: str) -> list[Measure]:
+    probe = f"replay_{arm}"
+    what = "Transformer Engine's FP8 casts" if arm == "stock" else f"the sm90 kernel's casts, {arm} delta"
+    of = f"(captured operands replayed with {what}; CPU simulation)"
+    rows = f"median over rows and heads of |sum_j dS_ij| / sum_j |dS_ij| before the cast of dS {of}"
+    gap = f"sum over rows of |delta - delta_matched| / sum of |delta| {of}"
+    column = f"|sum_j dK_jc| / sum_j |dK_jc| {of}"
+    out = [
+        Measure(f"{probe}.median", f"{arm}: row", rows, (f"{probe}.hist",), _quantile(probe, 0.5)),
+        Measure(f"{probe}.gap", f"{arm}: delta gap", gap, (f"{probe}.gap_num", f"{probe}.gap_den"), _over(f"{probe}.gap_num", f"{probe}.gap_den")),
+        Measure(f"{probe}.col", f"{arm}: key column", column, (f"{probe}.col_num", f"{probe}.col_den"), _over(f"{probe}.col_num", f"{probe}.col_den")),
+    ]  # fmt: skip
+    for name, symbol in (("dq", "dQ"), ("dk", "dK"), ("dv", "dV")):
+        needs = (f"{probe}.{name}_num", f"{probe}.{name}_den")
+        text = f"relative L2 error of {symbol} against FP64 attention on the same operands {of}"
+        out.append(Measure(f"{probe}.{name}", f"{arm}: {symbol} error", text, needs, _root_over(*needs)))
+    needs = (f"{probe}.push_sharpened", f"{probe}.push")
+    text = (
+        f"share of the push of the row residual on log key gains, sum_c |push_c|, that comes from rows it sharpens {of}"
+    )
+    out.append(
+        Measure(f"{probe}.push_sharpened", f"{arm}: push sharpened", text, needs, _push_share(*needs), log=False)
+    )
+    return out
+
+
+def _root_over(num: str, den: str) -> Callable[[Fields], Array]:
+    return lambda f: np.sqrt(ratio(sum_sites(f[num]), sum_sites(f[den])))
+
+
+def _push_share(sharpened: str, push: str) -> Callable[[Fields], Array]:
+    """sum_c |sharpened_c| / (sum_c |sharpened_c| + sum_c |push_c - sharpened_c|)."""
+
+    def form(f: Fields) -> Array:
+        part, rest = np.abs(f[sharpened]), np.abs(f[push] - f[sharpened])
+        return ratio(sum_sites(part), sum_sites(part) + sum_sites(rest))
+
+    return form
+
+
 _GAINS = ("gain_share.q", "gain_share.k")
 _COL = "|sum_j dK_jc| / sum_j |dK_jc|, both summed over sequences, key heads and channels"
 _SIGNED = "row_sum_signed"
@@ -167,6 +210,7 @@ MEASURES: dict[str, Measure] = {
         Measure("max_logit.max", "max logit", "largest scaled logit S over rows, keys and heads (natural units)", ("max_logit.max",), lambda f: max_sites(f["max_logit.max"])),
         Measure("entropy.mean", "entropy", "mean over rows and heads of the softmax entropy (nats)", ("entropy.num", "entropy.count"), _over("entropy.num", "entropy.count"), log=False),
         *(m for code in CODES for m in _code_measures(code)),
+        *(m for arm in REPLAY_ARMS for m in _replay_measures(arm)),
     )
 }  # fmt: skip
 
@@ -182,6 +226,7 @@ PRIMARY = {
     "max_logit": "max_logit.max",
     "entropy": "entropy.mean",
     **{f"codes.{c}": f"codes.{c}.saturated" for c in CODES},
+    **{f"replay_{arm}": f"replay_{arm}.median" for arm in REPLAY_ARMS},
 }
 
 

@@ -7,6 +7,7 @@ session = probes_from_args(args, model, writer)    # None without a probe flag
 --dm-mode takes one delta for all layers, or one and exceptions by layer: matched,0-3=stale,17=consistent
 """
 
+import signal
 from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,4 +140,5 @@ def probes_from_args(args: Any, model: Any, writer: Any = None, out: str | Path 
     from .probes import attach_probes
 
     config = ProbeConfig.default(freq=every) if every is not None else file
-    return attach_probes(model, config, out, writer=writer if args.log_dm_probes_to_tensorboard else None)
+    writer = writer if args.log_dm_probes_to_tensorboard else None
+    return attach_probes(model, config, out, writer=writer, on_signal=signal.SIGUSR1)

@@ -11,6 +11,7 @@ import atexit
 import functools
 import inspect
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -116,7 +117,7 @@ def _session(model: Any) -> Any:
     if session is None and getattr(_Job.args, "save", None):
         from .probes import attach_probes
 
-        session = attach_probes(model, None, Path(_Job.args.save) / "dm_probes")
+        session = attach_probes(model, None, Path(_Job.args.save) / "dm_probes", on_signal=signal.SIGUSR1)
     if session is not None:
         atexit.register(session.close)
     return session

@@ -21,6 +21,7 @@ def attach_probes(
     backend: str = "",
     writer: Any = None,
     control: str | Path | bool | None = True,
+    on_signal: int | None = None,
 ) -> ProbeSession:
     """A session attached to a model or its pipeline chunks; call begin(step) and step(step) around each training step.
 
@@ -42,6 +43,7 @@ def attach_probes(
         model_info=model_info(chunks[0]),
         writer=writer,
         control=control,
+        on_signal=on_signal,
     )
     return session.attach(chunks)
 
