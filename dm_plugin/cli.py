@@ -166,6 +166,35 @@ def report(
     _finish(problems, skip_bad)
 
 
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="A dumps folder, an arm folder or a run folder that is being written.")],
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: any free one.")] = 8734,
+    every: Annotated[float, typer.Option(help="Seconds between looks for new dumps.")] = 5.0,
+) -> None:
+    """Serve the report of a running job on this machine, built again as dumps land. Ctrl-C ends it."""
+    from .review import serve
+    from .review.report import build_payload, render
+    from .review.runs import discover
+
+    if not run.is_dir():
+        _stop(f"{run} is not a folder; give the run folder of the job")
+
+    def build() -> str:
+        problems: list[Any] = []
+        return render(build_payload(discover([run], problems), problems, title=f"Live: {run.name or run}"))
+
+    try:
+        server = serve.server(run, build, port, every)
+    except OSError as error:
+        _stop(f"port {port} cannot be used ({error.strerror}); choose another with --port")
+    out.print(f"watching {run} at http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
+
+
 def write_report(arms: Sequence[Any], problems: list[Any], output: Path, title: str) -> int:
     """Build and write the page, with progress on a terminal; returns its size in bytes."""
     from rich.progress import Progress
@@ -179,6 +208,66 @@ def write_report(arms: Sequence[Any], problems: list[Any], output: Path, title: 
     text = render(payload)
     write_page(output, text)
     return len(text.encode())
+
+
+@app.command()
+def merge(
+    dumps: Annotated[Path, typer.Argument(help="A dumps folder with files of many ranks.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the merged dumps; new or empty.")],
+) -> None:
+    """Merge the ranks' files of each step into one; every number of a review stays what it was."""
+    from .dump import DumpError, find_dumps
+    from .review import tend
+
+    files = find_dumps(dumps)
+    if not files:
+        _stop(f"{dumps} holds no dumps; expected iter_*/rank_*.safetensors")
+    try:
+        count = tend.merge(files, output)
+    except (DumpError, ValueError, OSError) as error:
+        _stop(str(error))
+    out.print(f"merged {len(files)} files of {len({f.rank for f in files})} ranks into {count} in {output}")
+
+
+@app.command()
+def prune(
+    dumps: Annotated[Path, typer.Argument(help="A dumps folder.")],
+    keep: Annotated[int, typer.Option(help="Keep every N-th probed step, the first and the last.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it only say what would go.")] = False,
+) -> None:
+    """Delete probed steps between the ones that are kept."""
+    from .dump import DumpError
+    from .review import tend
+
+    try:
+        gone = tend.surplus(dumps, keep)
+        if yes:
+            tend.delete(gone)
+    except (DumpError, ValueError, OSError) as error:
+        _stop(str(error))
+    out.print(
+        f"{'deleted' if yes else 'would delete'} {len(gone)} probed steps{'' if yes or not gone else '; --yes deletes them'}"
+    )
+
+
+@app.command()
+def export(
+    dumps: Dumps,
+    output: Annotated[Path, typer.Option("-o", "--output", help="A .csv or .parquet file.")],
+    probe: Annotated[str | None, typer.Option(help="One probe or measure; default: all.")] = None,
+) -> None:
+    """Write a table of every probed step: one row a step and site, one column a measure."""
+    from .dump import DumpError
+    from .review import tend
+    from .review.measure import select
+
+    arms, problems = _discover(dumps)
+    try:
+        rows = tend.export(arms, select(probe), output)
+    except (DumpError, ValueError, OSError) as error:
+        _stop(str(error))
+    out.print(f"wrote {output} ({rows} rows)")
+    _finish(problems, skip_bad=False)
 
 
 @app.command()
