@@ -14,10 +14,11 @@ def main() -> None:
     p.add_argument("--config", required=True, help="the YAML that was run")
     p.add_argument("--json", type=Path, required=True)
     args = p.parse_args()
-    arms = {}
+    arms, common = {}, {}
     for log in sorted(args.run.glob("*/train.jsonl")):
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         about = json.loads((log.parent / "backend.json").read_text())
+        common = {"device": about["device"], "versions": about["versions"], "shape": about["shape"]}
         arms[log.parent.name] = {
             "backend": about["backend"],
             "parameters": about["parameters"],
@@ -28,17 +29,7 @@ def main() -> None:
     record = {
         "what": "ab",
         "command": f"dm-plugin ab {args.config}",
-        "device": about["device"],
-        "versions": about["versions"],
-        "shape": {
-            "tokens": lines[0]["tokens"] // 4,
-            "batch": 4,
-            "attention_layers": 4,
-            "head_dim": 128,
-            "heads": 8,
-            "kv_heads": 2,
-        },
-        "steps": len(lines),
+        **common,
         "table": table["arms"],
         "arms": arms,
     }

@@ -70,7 +70,7 @@ def show(
         data = collect(arm, measures, steps=None if step is None else (lambda s: s == step))
         problems += data.reader.problems
         if step is not None and not data.first:
-            _stop(f"{arm.path} has no dump of step {step}; its steps are {_span([f.step for f in arm.files])}")
+            _stop(f"{arm.path} has no dump of step {step}; its steps are {_listed([f.step for f in arm.files])}")
         sites = [s for s in data.sites if site is None or site in s]
         if site is not None and not sites:
             _stop(f"{arm.path} has no site whose name contains {site!r}; it has {', '.join(data.sites[:3])}, ...")
@@ -135,6 +135,7 @@ def compare(
     for name, sites in (("A", result.only_a), ("B", result.only_b)):
         if sites:
             out.print(f"only in {name}: {', '.join(map(_site, sites))}")
+    out.print("A, B: medians over the common steps; B / A: median of each step's own quotient, largest first")
     found = cmp.crossed(result, limits)
     for line, limit in found:
         out.print(
@@ -366,7 +367,8 @@ def doctor(
     if as_json:
         print(json.dumps([vars(f) for f in findings], indent=1))
     else:
-        table = Table("", "found", "", title=f"dm_plugin {findings[0].found}", title_justify="left")
+        table = Table("", "found", title=f"dm_plugin {findings[0].found}", title_justify="left")
+        table.add_column("", overflow="fold")
         for f in findings:
             mark = {True: "[green]ok[/]", False: "[red]missing[/]", None: "[yellow]-[/]"}[f.ok]
             table.add_row(f.what, f"{mark} {f.found}", f.remark)
@@ -409,12 +411,16 @@ def probe_status(run: Run) -> None:
     """Show the request and what each rank made of it."""
     from . import control
 
+    if not run.is_dir():
+        _stop(f"{run} is not a folder; give the control folder of the running job")
     request, ranks = control.status(run)
     out.print(f"request: {json.dumps(request) if request else 'none'}")
     table = Table("rank", "state", "at step", "request", "queued", "written", "lost")
     for r in ranks:
         table.add_row(*(str(r.get(k)) for k in ("rank", "state", "step", "request", "queued", "written", "lost")))
-    out.print(table if ranks else "no rank has reported yet")
+    out.print(
+        table if ranks else "no rank has reported yet: a job looks at the start of its next step, a finished one never"
+    )
 
 
 def _send(run: Path, action: str, **options: Any) -> None:
@@ -459,17 +465,35 @@ def _show_table(
     label: str, backend: str, steps: list[int], sites: list[str], measures: Sequence[Any], rows: dict[str, list[float]]
 ) -> None:
     kept = [m for m in measures if any(math.isfinite(x) for x in rows[m.key])]
-    table = Table(
-        "site",
-        *(m.label for m in kept),
-        title=f"{label}: {backend or 'backend not stated'}, {len(steps)} probed steps {_span(steps)}",
-        title_justify="left",
-    )
-    for i, site in enumerate(sites):
-        table.add_row(_site(site), *(_fmt(rows[m.key][i]) for m in kept))
-    out.print(table)
+    title = f"{label}: {backend or 'backend not stated'}, {len(steps)} probed steps {_span(steps)}"
+    for part in _that_fit(kept, max((len(_site(site)) for site in sites), default=4), rows):
+        table = Table("site", title=title, title_justify="left")
+        for m in part:
+            table.add_column(m.label, no_wrap=False, min_width=_digits(rows[m.key]))
+        for i, site in enumerate(sites):
+            table.add_row(_site(site), *(_fmt(rows[m.key][i]) for m in part))
+        out.print(table)
+        title = ""
     for m in kept:
         out.print(f"  [bold]{m.label}[/]: median over steps of {m.definition}", soft_wrap=True)
+
+
+def _digits(values: Sequence[float]) -> int:
+    return max((len(_fmt(x)) for x in values), default=1)
+
+
+def _that_fit(measures: Sequence[Any], first: int, rows: dict[str, list[float]]) -> list[list[Any]]:
+    """Measures in groups whose tables fit the terminal: a number that is cut off is worse than a second table."""
+    groups: list[list[Any]] = [[]]
+    room = out.width - first - 4
+    for m in measures:
+        width = 3 + max(_digits(rows[m.key]), *(len(word) for word in m.label.split()))
+        if groups[-1] and width > room:
+            groups.append([])
+            room = out.width - first - 4
+        groups[-1].append(m)
+        room -= width
+    return groups
 
 
 def _median(values: Any, columns: list[int]) -> list[float]:
@@ -492,6 +516,14 @@ def _fmt(x: float) -> str:
 def _span(steps: Iterable[int]) -> str:
     known = sorted(set(steps))
     return f"{known[0]}-{known[-1]}" if known else "none"
+
+
+def _listed(steps: Iterable[int]) -> str:
+    """All of a few steps; of many, the first, the last and their number."""
+    known = sorted(set(steps))
+    return (
+        ", ".join(map(str, known)) if len(known) <= 12 else f"{known[0]}, {known[1]}, ..., {known[-1]} ({len(known)})"
+    )
 
 
 def _site(name: str) -> str:

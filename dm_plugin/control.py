@@ -50,6 +50,8 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match and first > last:
+            raise ValueError(f"layers={text!r}: {part.strip()!r} runs backwards; write it like {last}-{first}")
         if first > last or last > _MAX_LAYER:
             raise ValueError(
                 f"layers={text!r}: {part.strip()!r} is neither a layer number nor a range of 0 to {_MAX_LAYER}; write it like 0-3,7"

@@ -68,7 +68,9 @@ def save(path: str | None, what: str, body: dict[str, Any], backend: str = "CPU 
         "what": what,
         "command": " ".join(["python", *sys.argv]),
         "backend": backend,
-        "device": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine(),
         "versions": {
             "dm_plugin": dm_plugin.__version__,
             "torch": torch.__version__,

@@ -11,6 +11,7 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,11 +31,17 @@ def cuda_redirected() -> Iterator[None]:
     """Point the torch.cuda calls of Megatron's training path at the CPU."""
     import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
         return torch.cat([chunks[cp_group.rank()], chunks[2 * cp_group.size() - 1 - cp_group.rank()]], dim=seq_dim)
+
+    def zeros(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:
+        return torch.zeros(*size, **more)  # the pipeline schedule says device="cuda"
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
@@ -45,6 +52,12 @@ def cuda_redirected() -> Iterator[None]:
             (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
             (rope_utils, "get_pos_emb_on_this_cp_rank", on_this_cp_rank),
             (rotary, "get_pos_emb_on_this_cp_rank", on_this_cp_rank),
+            (
+                transformer_block,
+                "LayerNormImpl",
+                WrappedTorchNorm,
+            ),  # Transformer Engine's, where it is installed, needs a GPU
+            (schedules, "torch", SimpleNamespace(**vars(torch) | {"zeros": zeros})),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield

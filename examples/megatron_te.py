@@ -128,7 +128,10 @@ class Masters:
         self.params = list(model.parameters())
         self.masters = [p.detach().float().requires_grad_() for p in self.params]
         self.adam = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.param_groups = self.adam.param_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.adam.param_groups  # load_state_dict puts new ones in their place
 
     def step(self) -> torch.Tensor:
         """One update from the BF16 gradients, clipped to norm 1; returns the norm before clipping."""
@@ -216,6 +219,10 @@ def describe(args: argparse.Namespace, out: Path, model: Any) -> None:
             "transformer_engine": transformer_engine.__version__,
             "megatron_core": megatron,
             "cudnn": str(tex.get_cudnn_version()),
+        },
+        "shape": {
+            **{name: getattr(args, name) for name in ("model", "tokens", "batch", "width", "layers", "steps")},
+            **{"head_dim": 128, "heads": args.width // 128, "kv_heads": max(1, args.width // 512), "dtype": "bfloat16"},
         },
         "parameters": sum(p.numel() for p in model.parameters()),
     }

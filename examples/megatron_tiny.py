@@ -162,6 +162,10 @@ def train(args: argparse.Namespace, out: Path, stop: list[int]) -> int:
             done = step + 1
             if stop or done == args.steps or done % args.save_every == 0:
                 save(out / "checkpoint.pt", done, model, optimizer, setup)
+            if done == args.steps:
+                print(
+                    f"trained {done} steps into {out}; `dm-plugin show {out}` and `dm-plugin report {out} -o page.html` read its dumps"
+                )
             if stop:
                 print(f"interrupted after step {step}; --resume goes on from step {done}", file=sys.stderr)
                 return 130

@@ -52,7 +52,7 @@ def test_show_filters_by_site_step_and_probe(run) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["show", "{run}/stale", "--step", "7"], "no dump of step 7; its steps are 0-30"),
+        (["show", "{run}/stale", "--step", "7"], "no dump of step 7; its steps are 0, 10, 20, 30"),
         (["show", "{run}/stale", "--site", "mlp"], "no site whose name contains 'mlp'"),
         (["show", "{run}/stale", "--probe", "rows"], "'rows' is no probe; choose one of"),
         (["show", "{run}/nowhere"], "does not exist; give a dump file"),

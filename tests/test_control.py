@@ -18,7 +18,7 @@ def test_layer_lists(text, want) -> None:
     assert parse_layers(text) == want
 
 
-@pytest.mark.parametrize("text", ["3-1", "a", "1,,2", "-1", "0-99999999999"])
+@pytest.mark.parametrize("text", ["a", "1,,2", "-1", "0-99999999999"])
 def test_bad_layer_lists_name_the_part(text) -> None:
     with pytest.raises(ValueError, match="neither a layer number nor a range"):
         parse_layers(text)

@@ -1,6 +1,9 @@
 """The numerics contract: properties first, then the published toy figures, then closeness and shapes."""
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from oracle import attention, rel
 
 from dm_plugin import delta, reference
 from dm_plugin.attention import dm_attn_func
-from dm_plugin.formats import FORMATS, get_format
+from dm_plugin.formats import FORMATS, STOCK, get_format
 from dm_plugin.stats import RowStats
 
 ALL_FORMATS = sorted(FORMATS)
@@ -354,3 +357,24 @@ def test_the_largest_logit_is_that_of_the_scores_the_user_knows(center: bool) ->
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
     top = scores.masked_fill(torch.ones(130, 130, dtype=torch.bool).triu(1), -math.inf).amax((-1, -2))
     assert torch.allclose(s.max_logit, top, rtol=0.05)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 4.0, 16.0])
+def test_stock_loses_what_transformer_engine_was_measured_to_lose(offset: float) -> None:
+    # benchmarks/results/te_errors.json: the real kernel on an H200; here one key head of the same operands
+    root = Path(__file__).parents[1] / "benchmarks"
+    sys.path.insert(0, str(root))
+    from bench_te_errors import HEADS, KV_HEADS, operands
+
+    rows = json.loads((root / "results/te_errors.json").read_text())["rows"]
+    measured = next(r for r in rows if r["arm"] == "te_fp8" and r["offset"] == offset)
+    q, k, v, do, _ = operands(offset, "cpu")
+    heads = HEADS // KV_HEADS // 2
+    q, k, v, do = q[:, :1024, :heads], k[:, :1024, :1], v[:, :1024, :1], do[:, :1024, :heads]
+    call = reference.Call(STOCK, q.shape[-1] ** -0.5, 0, "stale")
+    grads, stats = reference.backward(reference.forward(q, k, v, call).saved, do, call, want_stats=True)
+    truth = attention(q, k, v, do, 0)
+    for name in ("dq", "dk", "dv"):
+        assert rel(getattr(grads, name), getattr(truth, name)) == pytest.approx(measured[name], rel=0.2), name
+    column = float(stats.key_col_sum.abs().sum() / stats.key_abs_sum.sum())
+    assert column == pytest.approx(measured["key_column"], rel=0.6)

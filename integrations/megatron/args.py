@@ -35,6 +35,7 @@ def add_dm_args(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--dm-attention-layers",
+        type=_layers,
         default=None,
         metavar="0-11,20",
         help="Global layers (from 0) that use it; default: all.",
@@ -64,26 +65,32 @@ def add_dm_args(parser: ArgumentParser) -> ArgumentParser:
 def spec_from_args(args: Any, spec: Any) -> Any:
     """The layer spec with our attention where the flags ask for it. Raises ValueError for flags that contradict each other."""
     if not args.use_dm_attention:
-        if args.dm_attention_layers is not None:
-            raise ValueError(
-                f"--dm-attention-layers {args.dm_attention_layers} was given without --use-dm-attention; add it or drop the layers"
-            )
+        for flag, value, default in (
+            ("--dm-attention-layers", args.dm_attention_layers, None),
+            ("--dm-mode", args.dm_mode, "matched"),
+        ):
+            if value != default:
+                raise ValueError(f"{flag} {value} was given without --use-dm-attention; add it or drop {flag}")
         return spec
     if getattr(args, "fp8_dot_product_attention", False) and args.dm_attention_layers is None:
         raise ValueError(
             "--fp8-dot-product-attention asks for stock FP8 attention and --use-dm-attention for ours in every layer; drop one, or share the "
             "layers with --dm-attention-layers"
         )
-    from .spec import with_dm_attention
+    from .spec import announce, with_dm_attention
 
     chosen, layers = parse_layers(args.dm_attention_layers), getattr(args, "num_layers", None)
-    if chosen is not None and layers is not None and max(chosen) >= layers:
-        raise ValueError(
-            f"--dm-attention-layers {args.dm_attention_layers} names layer {max(chosen)} and the model has layers 0 to {layers - 1}; "
-            "drop it (layers count from 0 over the whole model)"
-        )
     default, exceptions = parse_modes(args.dm_mode)
-    spec = with_dm_attention(spec, args.dm_attention_layers, default)
+    for flag, text, numbers in (
+        ("--dm-attention-layers", args.dm_attention_layers, chosen or frozenset()),
+        *(("--dm-mode", args.dm_mode, numbers) for numbers, _ in exceptions),
+    ):
+        if layers is not None and numbers and max(numbers) >= layers:
+            raise ValueError(
+                f"{flag} {text} names layer {max(numbers)} and the model has layers 0 to {layers - 1}; drop it (layers count from 0 over "
+                "the whole model)"
+            )
+    spec = with_dm_attention(spec, args.dm_attention_layers, default, quiet=True)
     for numbers, mode in exceptions:
         outside = sorted(numbers - chosen) if chosen is not None else []
         if outside:
@@ -91,27 +98,49 @@ def spec_from_args(args: Any, spec: Any) -> Any:
                 f"--dm-mode {args.dm_mode} names layer {outside[0]}, which --dm-attention-layers {args.dm_attention_layers} leaves to the "
                 "stock attention; name the same layers in both"
             )
-        spec = with_dm_attention(spec, numbers, mode)
+        spec = with_dm_attention(spec, numbers, mode, quiet=True)
+    announce(chosen, default, exceptions)
     return spec
 
 
 def parse_modes(text: str) -> tuple[str, list[tuple[frozenset[int], str]]]:
     """("matched", [({0, 1, 2, 3}, "stale"), ...]) from "matched,0-3=stale". Raises ValueError naming the part that is wrong."""
-    default, exceptions = "matched", []
+    defaults: list[str] = []
+    exceptions: list[tuple[frozenset[int], str]] = []
     for part in text.split(","):
         layers, equals, mode = part.rpartition("=")
-        if mode.strip() not in MODES:
-            raise ValueError(f"--dm-mode {text}: {mode.strip()!r} is not a delta; use one of {', '.join(MODES)}")
-        if equals:
-            exceptions.append((parse_layers(layers.strip()) or frozenset(), mode.strip()))
-        else:
-            default = mode.strip()
-    return default, exceptions
+        mode = mode.strip()
+        if mode not in MODES:
+            raise ValueError(f"--dm-mode {text}: {mode!r} is not a delta; use one of {', '.join(MODES)}")
+        if not equals:
+            defaults.append(mode)
+            continue
+        numbers = parse_layers(layers.strip()) if layers.strip() else None
+        if numbers is None:
+            raise ValueError(f"--dm-mode {text}: {part.strip()!r} names no layers; write it like 0-3={mode}")
+        twice = sorted(numbers & frozenset().union(*(n for n, _ in exceptions)))
+        if twice:
+            raise ValueError(f"--dm-mode {text}: layer {twice[0]} is named twice; give each layer one mode")
+        exceptions.append((numbers, mode))
+    if len(defaults) > 1:
+        raise ValueError(
+            f"--dm-mode {text}: {defaults[0]} and {defaults[1]} are both for all layers; give one, and exceptions by layer"
+        )
+    return (defaults or ["matched"])[0], exceptions
 
 
 def _modes(text: str) -> str:
     try:
         parse_modes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _layers(text: str) -> str:
+    try:
+        if parse_layers(text) is None:
+            raise ValueError(f"layers={text!r} names no layer; write it like 0-11,20, or leave the flag out for all")
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
     return text

@@ -66,11 +66,11 @@ class DMDotProductAttention(MegatronModule):
         if reason is None and config.context_parallel_size > 1 and self.cp_group is None:
             reason = "context parallelism needs pg_collection.cp; pass Megatron's process groups"
         if reason is not None:
-            raise ValueError(f"dm_plugin attention, layer {self.layer_number}: {reason}")
+            raise ValueError(f"dm_plugin attention, layer {self.layer_number - 1} (from 0): {reason}")
         try:
             _, self.impl_reason = choose_impl(self._call(dim, dim_v), self.dm_impl)
         except (ValueError, RuntimeError) as error:
-            raise type(error)(f"dm_plugin attention, layer {self.layer_number}: {error}") from None
+            raise type(error)(f"dm_plugin attention, layer {self.layer_number - 1} (from 0): {error}") from None
         # Megatron's QK clip and its max-logit log read this attribute after the step
         self.keeps_max_logit = any(getattr(config, flag, False) for flag in ("qk_clip", "log_max_attention_logit"))
         self.current_max_attn_logits: Tensor | None = None

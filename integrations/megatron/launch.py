@@ -13,6 +13,7 @@ import inspect
 import runpy
 import signal
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +38,11 @@ class _Job:
 
 def main(argv: list[str]) -> None:
     """argv: the script and its arguments. Exits in one sentence when there is no script."""
+    if argv[:1] in (["-h"], ["--help"]):
+        add_dm_args(
+            ArgumentParser("python -m dm_plugin.integrations.megatron.launch SCRIPT", description=__doc__)
+        ).print_help()
+        return
     if not argv or not Path(argv[0]).is_file():
         what = f"{argv[0]} is not a file" if argv else "no script was named"
         sys.exit(f"dm_plugin launch: {what}; use python -m dm_plugin.integrations.megatron.launch SCRIPT [its flags]")

@@ -27,10 +27,11 @@ def with_dm_attention(
     mode: str = "matched",
     fmt: str | Format = "sm90",
     impl: str = "auto",
+    quiet: bool = False,
 ) -> Any:
     """A copy of `spec` with our core attention in the given layers (global, from 0; numbers or text like "0-11,20"; None: all).
 
-    The other layers keep what the spec had. Megatron tells a multi-token-prediction layer's attention its own number only (from 1 in
+    quiet: do not log it. The other layers keep what the spec had. Megatron tells a multi-token-prediction layer's attention its own number only (from 1 in
     megatron-core 0.19, after the decoder's in 0.16), so `layers` picks it by that number. Raises ValueError when the spec has no core_attention slot or a layer is negative.
     """
     chosen = parse_layers(layers) if isinstance(layers, str) else None if layers is None else frozenset(layers)
@@ -41,10 +42,17 @@ def with_dm_attention(
         raise ValueError(
             "the spec has no core_attention slot; dm_plugin replaces that of self- and cross-attention layers"
         )
-    ensure_handler()
-    where = "every layer" if chosen is None else f"layers {_ranges(chosen)}, the spec's own elsewhere"
-    log.info("attention of %s: dm_plugin, mode %s", where, mode)
+    if not quiet:
+        announce(chosen, mode, [])
     return spec
+
+
+def announce(chosen: frozenset[int] | None, mode: str, exceptions: list[tuple[frozenset[int], str]]) -> None:
+    """Log which layers are ours and in which mode, in one line."""
+    ensure_handler()
+    where = "every layer" if chosen is None else f"layers {_ranges(chosen)} (the spec's own elsewhere)"
+    but = "".join(f", layers {_ranges(numbers)} {other}" for numbers, other in exceptions)
+    log.info("attention of %s: dm_plugin, mode %s%s", where, mode, but)
 
 
 def _ranges(layers: frozenset[int]) -> str:

@@ -109,7 +109,8 @@ def _refuse_early(layer: int | None) -> None:
         choose_impl(call, State.settings.impl)
     except (ValueError, RuntimeError) as error:
         raise type(error)(
-            f"dm_plugin attention, layer {layer}: {error}; NVTE_FLASH_ATTN=0 asks for Transformer Engine's own backends"
+            f"dm_plugin attention, layer {(layer or 1) - 1} (from 0): {error}; NVTE_FLASH_ATTN=0 asks for Transformer Engine's own backends, "
+            "DM_PLUGIN_STRICT=0 falls back to them with a warning"
         ) from None
 
 

@@ -5,7 +5,12 @@ Nothing is imported from Transformer Engine: its import needs torch, cuDNN and s
 
 import os
 from importlib import metadata
+from importlib.util import find_spec
 
+import torch
+
+from dm_plugin import ops
+from dm_plugin.delta import MODES
 from dm_plugin.doctor import Finding
 
 from .switches import OLDEST, strict, switched_off
@@ -21,7 +26,13 @@ def findings() -> list[Finding]:
     except metadata.PackageNotFoundError:
         return []
     version = tuple(int(x) for x in text.split("+")[0].split(".")[:2])
-    asked = os.environ.get("NVTE_PLUGIN")
+    asked, mode = os.environ.get("NVTE_PLUGIN"), os.environ.get("DM_PLUGIN_MODE", "matched")
+    if mode not in MODES:
+        return [
+            Finding(
+                "TE attention", "none", False, f"DM_PLUGIN_MODE={mode} is not a delta; use one of {', '.join(MODES)}"
+            )
+        ]
     if version < OLDEST:
         return [
             Finding(
@@ -41,6 +52,8 @@ def findings() -> list[Finding]:
                 f"NVTE_PLUGIN needs Transformer Engine 2.20 and {text} is here; call install() instead",
             )
         ]
+    if asked not in (None, "", PLUGIN) and not importable(asked):
+        return [Finding("TE attention", "stock", False, f"NVTE_PLUGIN={asked} cannot be imported; ours is {PLUGIN}")]
     if asked not in (None, "", PLUGIN):
         return [
             Finding(
@@ -61,9 +74,28 @@ def findings() -> list[Finding]:
         ]
     if switched_off():
         return [Finding("TE attention", "stock", None, f"NVTE_FLASH_ATTN=0 turns dm_plugin off ({triple})")]
+    kernel, reason = ops.available()
+    if not kernel:
+        return [Finding("TE attention", "none", False, f"dm_plugin was asked for and its kernels cannot run: {reason}")]
     word = (
         "an error where it cannot run"
         if strict()
         else "TE's own with a warning where it cannot run (DM_PLUGIN_STRICT=0)"
     )
-    return [Finding("TE attention", "dm_plugin", True, f"{triple}; {word}")]
+    if not torch.cuda.is_available():
+        return [
+            Finding(
+                "TE attention",
+                "dm_plugin",
+                None,
+                f"asked for, but no CUDA device is visible here (mode {mode}; {triple})",
+            )
+        ]
+    return [Finding("TE attention", "dm_plugin", True, f"mode {mode}; {triple}; {word}")]
+
+
+def importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

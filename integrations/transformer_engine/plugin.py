@@ -26,6 +26,8 @@ _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
 
 def load_plugins() -> None:
     """TE calls this for NVTE_PLUGIN, in the middle of its import: only leaves what TE will ask for on its extension module."""
+    ensure_handler()
+    _check_mode(State.settings.delta)
     tex = sys.modules["transformer_engine_torch"]
 
     def late(name: str) -> Any:  # PEP 562: the class can be built only when TE's backends module exists
@@ -38,8 +40,12 @@ def load_plugins() -> None:
     tex.__getattr__ = late  # type: ignore[method-assign]
     tex.get_attention_backend = _select_for_plugin  # type: ignore[attr-defined]
     State.installed = "NVTE_PLUGIN"
-    ensure_handler()
     log.info("Transformer Engine asks dm_plugin for attention (NVTE_PLUGIN); mode %s", State.settings.delta)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} (or DM_PLUGIN_MODE) is not a delta; use one of {', '.join(MODES)}")
 
 
 def _modules() -> tuple[Any, Any]:
@@ -62,6 +68,8 @@ def install(
     that do not exist.
     """
     _check_version()
+    ensure_handler()
+    _check_mode(mode or State.settings.delta)
     configure(mode=mode, fmt=fmt, impl=impl)
     import transformer_engine.pytorch  # noqa: F401
 
@@ -73,7 +81,6 @@ def install(
         utils.get_attention_backend = get_attention_backend
         dpa.FlashAttention = attention_class()
         State.installed = "install()"
-        ensure_handler()
         log.info("Transformer Engine asks dm_plugin for attention (install()); mode %s", State.settings.delta)
     if model is not None and not adopt(model) and not _has_ours(model):
         raise ValueError("the model has no te.DotProductAttention; install(model) adopts those that were built before")
@@ -98,8 +105,8 @@ def uninstall() -> None:
 
 def configure(*, mode: str | None = None, fmt: str | Format | None = None, impl: str | None = None) -> None:
     """Change the delta, the operand format or the implementation; None leaves a setting as it is. Raises ValueError for unknown names."""
-    if mode is not None and mode not in MODES:
-        raise ValueError(f"mode={mode!r} is not a delta; use one of {', '.join(MODES)}")
+    if mode is not None:
+        _check_mode(mode)
     if impl is not None and impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not known; use one of {', '.join(IMPLS)}")
     if fmt is not None:
@@ -126,7 +133,7 @@ def status() -> dict[str, Any]:
         "impl": State.settings.impl,
         "strict": strict(),
         "switched_off": switched_off(),
-        "decisions": [{"ours": d.ours, "reason": d.reason} for d in State.decisions.values()],
+        "decisions": [{"for": what, "ours": d.ours, "reason": d.reason} for what, d in State.decisions],
     }
 
 

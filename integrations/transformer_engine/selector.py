@@ -51,7 +51,7 @@ class State:
 
     settings = Settings()
     installed: str | None = None  # "NVTE_PLUGIN" or "install()"
-    decisions: dict[tuple[Any, ...], Decision] = {}  # noqa: RUF012
+    decisions: list[tuple[str, Decision]] = []  # noqa: RUF012
     stock_selector: Callable[[Any], tuple[Any, ...]] | None = None
     stock_class: type | None = None
 
@@ -149,15 +149,14 @@ def _arch() -> tuple[int, int] | None:
 
 def _announce(params: Any, decision: Decision) -> None:
     """Log a decision once for each distinct request."""
-    key = (
-        *(params.qkv_layout, params.attn_mask_type, params.head_dim_qk, params.head_dim_v, str(params.qkv_dtype)),
-        *(params.num_heads, params.num_gqa_groups, decision, State.settings.delta),
+    what = (
+        f"{params.qkv_layout} {params.attn_mask_type} {str(params.qkv_dtype).removeprefix('torch.')} head_dim "
+        f"{params.head_dim_qk} heads {params.num_heads}/{params.num_gqa_groups} mode {State.settings.delta}"
     )
-    if key in State.decisions:
+    if (what, decision) in State.decisions:
         return
-    State.decisions[key] = decision
-    what = f"{params.qkv_layout} {params.attn_mask_type} head_dim {params.head_dim_qk} heads {params.num_heads}/{params.num_gqa_groups}"
+    State.decisions.append((what, decision))
     if decision.ours:
-        log.info("attention backend dm_plugin (%s), mode %s, for %s", decision.reason, State.settings.delta, what)
+        log.info("attention backend dm_plugin (%s) for %s", decision.reason, what)
     else:
-        log.warning("attention backend Transformer Engine's own, for %s: %s", what, decision.reason)
+        log.warning("attention backend Transformer Engine's own for %s: %s", what, decision.reason)

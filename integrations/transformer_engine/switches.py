@@ -1,4 +1,4 @@
-"""The two environment variables that decide between ours and Transformer Engine's own attention."""
+"""What decides between ours and Transformer Engine's own attention before any call: two environment variables and the version."""
 
 import os
 
@@ -6,8 +6,11 @@ OLDEST = (2, 3)  # the first Transformer Engine whose attention lives where the 
 
 
 def strict() -> bool:
-    """Is what was asked for and cannot run an error? DM_PLUGIN_STRICT=0: a logged fall-back."""
-    return os.environ.get("DM_PLUGIN_STRICT", "1") != "0"
+    """Is what was asked for and cannot run an error? DM_PLUGIN_STRICT=0: a logged fall-back. Raises ValueError for another value."""
+    word = os.environ.get("DM_PLUGIN_STRICT", "1")
+    if word not in ("0", "1"):
+        raise ValueError(f"DM_PLUGIN_STRICT={word} must be 0 or 1")
+    return word == "1"
 
 
 def switched_off() -> bool:

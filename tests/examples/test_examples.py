@@ -139,3 +139,33 @@ def test_results_are_saved_with_what_is_needed_to_run_them_again(tmp_path, monke
     assert record["backend"] == "CPU simulation (reference)"
     assert {"torch", "numpy", "python", "dm_plugin"} <= record["versions"].keys()
     assert record["row"] == "sharp"
+
+
+def test_the_gpu_examples_optimizer_resumes_bit_by_bit_while_its_rate_changes(tmp_path: Path) -> None:
+    import copy
+
+    from megatron_te import Masters
+
+    def run(model: torch.nn.Module, optimizer: Masters, steps: range) -> None:
+        for step in steps:
+            gen = torch.Generator().manual_seed(step)
+            x = torch.randn(8, 4, generator=gen).bfloat16()
+            model.zero_grad(set_to_none=True)
+            model(x).float().square().mean().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (step + 1)
+            optimizer.step()
+
+    torch.manual_seed(0)
+    first = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = Masters(first, 0.01)
+    run(first, optimizer, range(3))
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "half.pt")
+    saved = torch.load(tmp_path / "half.pt")
+    second = copy.deepcopy(first)
+    resumed = Masters(second, 0.01)
+    second.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    run(first, optimizer, range(3, 7))
+    run(second, resumed, range(3, 7))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))

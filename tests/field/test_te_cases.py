@@ -57,7 +57,7 @@ def test_A03_with_fall_backs_allowed_TE_decides_and_the_log_says_why(te_job: Job
         ("head_dim 96", "head_dim=96"),
         ("float16", "dtype float16"),
         ("sm80", "the GPU is sm_80"),
-        ("sm80 at build", "layer 1: the GPU is sm_80"),
+        ("sm80 at build", "layer 0 (from 0): the GPU is sm_80"),
     ],
 )
 def test_A03_the_kernel_names_what_it_lacks(te_job: Job, case: str, words: str) -> None:

@@ -302,12 +302,42 @@ def test_layers_may_have_modes_of_their_own(megatron: None) -> None:
     [
         (["--dm-mode", "fresh"], "'fresh' is not a delta"),
         (["--dm-mode", "matched,x=stale"], "'x' is neither a layer number nor a range"),
+        (["--dm-mode", "matched,=stale"], "'=stale' names no layers"),
+        (["--dm-mode", "stale,matched"], "stale and matched are both for all layers"),
+        (["--dm-mode", "0-3=stale,2-5=consistent"], "layer 2 is named twice"),
+        (["--dm-mode", "matched,3-0=stale"], "'3-0' runs backwards"),
+        (["--dm-attention-layers", ""], "names no layer"),
+        (["--dm-attention-layers", "3-1"], "'3-1' runs backwards; write it like 1-3"),
+        (["--dm-attention-layers", "foo"], "'foo' is neither a layer number nor a range"),
     ],
 )
 def test_a_wrong_mode_is_refused_by_the_parser(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         add_dm_args(ArgumentParser()).parse_args(words)
     assert text in capsys.readouterr().err
+
+
+def test_flags_that_would_do_nothing_are_refused() -> None:
+    def asked(*words: str) -> object:
+        args = add_dm_args(ArgumentParser()).parse_args(words)
+        args.num_layers = 12
+        return spec_from_args(args, gpt_spec())
+
+    with pytest.raises(ValueError, match="--dm-mode stale was given without --use-dm-attention"):
+        asked("--dm-mode", "stale")
+    with pytest.raises(ValueError, match="--dm-mode matched,30=stale names layer 30 and the model has layers 0 to 11"):
+        asked("--use-dm-attention", "--dm-mode", "matched,30=stale")
+
+
+def test_one_line_says_which_layers_are_ours_in_which_mode(caplog: pytest.LogCaptureFixture) -> None:
+    args = add_dm_args(ArgumentParser()).parse_args(
+        ["--use-dm-attention", "--dm-mode", "matched,0-3=stale,7=consistent"]
+    )
+    with caplog.at_level("INFO", "dm_plugin"):
+        spec_from_args(args, gpt_spec())
+    assert caplog.messages == [
+        "attention of every layer: dm_plugin, mode matched, layers 0-3 stale, layers 7 consistent"
+    ]
 
 
 def test_a_mode_for_a_layer_that_is_left_to_stock_is_refused() -> None:

@@ -78,8 +78,8 @@ def test_without_our_flags_the_launcher_changes_nothing(said: dict[str, str]) ->
 
 def test_the_log_says_which_layers_are_ours_and_in_which_mode(said: dict[str, str]) -> None:
     assert "attention of every layer: dm_plugin, mode matched" in said["matched"]
-    assert "attention of layers 0-1, the spec's own elsewhere: dm_plugin, mode stale" in said["probed"]
-    assert "attention of layers 0-1, the spec's own elsewhere: dm_plugin, mode matched" in said["some"]
+    assert "attention of every layer: dm_plugin, mode matched, layers 0-1 stale" in said["probed"]
+    assert "attention of layers 0-1 (the spec's own elsewhere): dm_plugin, mode matched" in said["some"]
 
 
 def test_probe_dumps_show_each_layers_own_mode(said: dict[str, str]) -> None:
