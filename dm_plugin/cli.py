@@ -196,6 +196,53 @@ def watch(
         server.server_close()
 
 
+@app.command()
+def alert(
+    run: Annotated[Path, typer.Argument(help="A dumps folder, an arm folder or a run folder that is being written.")],
+    above: Annotated[
+        list[str] | None,
+        typer.Option(help="MEASURE=VALUE; may be repeated. Default: row_sum_pre=1e-3, key_col_sum=1e-2."),
+    ] = None,
+    alert_cmd: Annotated[
+        str | None,
+        typer.Option(
+            help="Shell command to run for each new crossing, with DM_SITE, DM_VALUE, ... in its environment."
+        ),
+    ] = None,
+    every: Annotated[float | None, typer.Option(help="Look again every so many seconds; default: look once.")] = None,
+) -> None:
+    """Say which layers are past a line at the newest probed step; exit 1 if any is (looking once)."""
+    import time
+
+    from .dump import DumpError
+    from .review import alert as alarm
+
+    told: set[tuple[str, str, str]] = set()
+    try:
+        limits = alarm.lines(above or [])
+        while True:
+            found = alarm.crossings(run, limits)
+            for c in found:
+                if (c.arm, c.site, c.measure) in told:
+                    continue
+                told.add((c.arm, c.site, c.measure))
+                out.print(
+                    f"[bold red]above[/] {c.arm}: {_site(c.site)} at step {c.step}: {c.measure} = {_fmt(c.value)}, line {c.limit:g}"
+                )
+                if alert_cmd is not None and (code := alarm.tell(alert_cmd, c)) != 0:
+                    err.print(f"the alert command ended with exit code {code}")
+            if every is None:
+                break
+            time.sleep(every)
+    except (ValueError, DumpError) as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(1 if told else 0) from None
+    if not found:
+        out.print("no layer is past a line")
+    raise typer.Exit(1 if found else 0)
+
+
 def write_report(arms: Sequence[Any], problems: list[Any], output: Path, title: str) -> int:
     """Build and write the page, with progress on a terminal; returns its size in bytes."""
     from rich.progress import Progress

@@ -30,6 +30,7 @@ class Kind:
     tail: float = 1.0  # growth of the ratio per top-probability bucket
     logit: float = 20.0
     saturated: float = 0.0
+    replayed: bool = False
     tap: bool = True  # False: a backend seen only from outside (no row sums)
     backend: str = "reference:sm90:matched"
 
@@ -89,6 +90,17 @@ def site_fields(
             out[f"codes.{code}.underflowed"] = np.asarray(int(count * (0.02 if code in "pds" else 0.001)), np.int64)
             out[f"codes.{code}.nonfinite"] = np.asarray(0, np.int64)
             out[f"codes.{code}.count"] = np.asarray(count, np.int64)
+    if kind.replayed:
+        for arm, median in (("stale", 1.1e-2), ("consistent", 2.5e-3), ("matched", 1.4e-8), ("stock", 1.8e-2)):
+            probe = f"replay_{arm}"
+            out[f"{probe}.num"], out[f"{probe}.den"] = np.full(2, median), np.ones(2)
+            out[f"{probe}.count"], out[f"{probe}.excluded"] = np.full(2, ROWS, np.int64), np.zeros(2, np.int64)
+            out[f"{probe}.hist"] = lognormal_hist(median)
+            out[f"{probe}.gap_num"], out[f"{probe}.gap_den"] = np.full(2, median), np.ones(2)
+            out[f"{probe}.col_num"], out[f"{probe}.col_den"] = np.full((1, dim), median / 4), np.ones((1, dim))
+            for name, error in (("dq", 0.064), ("dk", 0.063), ("dv", 0.05)):
+                out[f"{probe}.{name}_num"], out[f"{probe}.{name}_den"] = np.full(2, error**2), np.ones(2)
+            out[f"{probe}.push"], out[f"{probe}.push_sharpened"] = np.full(dim, median), np.full(dim, 0.75 * median)
     den = rng.uniform(5, 15, (kv_heads, dim))
     channel = 1 + 6 * np.exp(-0.5 * ((np.arange(dim) - dim // 3) / 1.5) ** 2) * (kind.key > 3e-3)
     out["key_col_sum.num"] = den * kind.key * scale * wobble * channel

@@ -124,6 +124,20 @@ function gainChart(box, rows) {
   box.replaceChildren(f.root, armKey(rows));
 }
 
+const REPLAYED = { stale: "stale", consistent: "consistent", matched: "matched", stock: "stock FP8 casts" };
+function replayCards() {
+  const columns = ["median", "gap", "col", "dq", "dk", "dv"];
+  const rows = arms.flatMap((a) => Object.entries(REPLAYED).flatMap(([k, word]) => {
+    const values = columns.map((c) => (a.now[`replay_${k}.${c}`] || [])[siteIndex(a)]);
+    return values.some(finite) ? [[el("span", {}, el("span", { class: `key c${a.colour}` }), a.label), word, ...values.map((v) => fmt(v))]] : [];
+  }));
+  if (!rows.length) return [];
+  const node = card("What another delta would have given", "Operands captured from the running job, replayed on a CPU with each delta and cast: median row residual before the cast, how far the delta lies from the matched one, key columns, and relative errors of the gradients against FP64. A simulation of the casts, whatever kernel the job ran.",
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "replayed deltas" }, tableOf(["arm", "replayed as", "row residual", "delta gap", "key column", "dQ error", "dK error", "dV error"], rows)));
+  node.classList.add("wide");
+  return [node];
+}
+
 function otherCards() {
   const out = [];
   for (const [key, title, log] of [["max_logit.max", "Largest logit", false], ["entropy.mean", "Entropy of the rows", false], ["row_sum_signed.sharpened", "Sharpened rows", false]]) {
@@ -149,7 +163,7 @@ function drawDetail() {
   $("layer").replaceChildren(...sites.map((s) => el("option", { value: s, selected: s === view.site }, nameOf(s))));
   const grid = $("detail-grid");
   if (!view.site) { grid.replaceChildren(el("p", { class: "note" }, "No layer was recorded.")); return; }
-  const cards = [...residualCards(), ...bucketCards(), ...histogramCards(), ...keyCards(), ...channelCards(), ...otherCards()];
+  const cards = [...residualCards(), ...bucketCards(), ...histogramCards(), ...keyCards(), ...channelCards(), ...replayCards(), ...otherCards()];
   grid.replaceChildren(...cards);
   cards.forEach((c) => c.drawLater && c.drawLater());
   const order = arms[view.arm].verdicts.map((v) => arms[view.arm].sites[v.site]), at = order.indexOf(view.site);

@@ -56,6 +56,25 @@ def page(browser, page_file):
     tab.close()
 
 
+def test_replayed_deltas_are_shown_for_the_chosen_layer(browser, tmp_path) -> None:
+    write_arm(
+        tmp_path,
+        "live",
+        kind=KINDS["bf16"].__class__(key=4e-3, tap=False, replayed=True, backend="te:FusedAttention:FP8"),
+        layers=2,
+    )
+    file = tmp_path / "page.html"
+    file.write_text(render(build_payload(discover([tmp_path], []), [], title="Live")))
+    tab = browser.new_page()
+    tab.goto(f"file://{file}")
+    table = tab.get_by_role("region", name="replayed deltas")
+    text = " ".join(table.inner_text().split())
+    assert "What another delta would have given" in tab.locator("#detail-grid").inner_text()
+    for word in ("stale 0.011", "matched 1.4e-8", "stock FP8 casts 0.018", "0.064"):
+        assert word.replace("e-8", "") in text or word in text, text
+    tab.close()
+
+
 def test_a_click_on_another_delta_changes_the_shown_row_sum(page) -> None:
     before = page.locator("#row-sum").inner_text()
     page.locator("label:has(#mode-matched)").click()
