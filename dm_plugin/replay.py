@@ -85,6 +85,7 @@ def replay(c: Capture) -> dict[str, np.ndarray]:
             fields[f"{name}_num"] = (mine[0].double() - right).square().sum((0, 2))
             fields[f"{name}_den"] = right.square().sum((0, 2))
         fields["push"], fields["push_sharpened"] = push(c, truth.p, stats.row_sum[0].double())
+        fields["push_abs"] = fields["push"].abs()
         out |= {f"replay_{arm}.{name}": x for name, x in fields.items()}
     return {name: to_numpy(x) for name, x in out.items()}
 

@@ -30,17 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
+from .capture import Captures
 from .config import PROBES, ProbeConfig, Section
 from .control import Request, Watcher
-from .dump import DumpWriter, write_step
+from .dump import DumpWriter
 from .recorder import Recorder, not_given
-from .replay import Capture, pack, replay, sample
+from .refusals import no_key_sum, refusals
 from .residuals import BINS_PER_DECADE, LOG10_LOW
 from .sites import Site, find_sites
 from .stats import RowStats
 
 log = logging.getLogger("dm_plugin")
-TAP_ONLY = ("row_sum", "row_sum_signed", "delta_gap", "max_logit", "entropy", "codes")
 
 
 class ProbeSession:
@@ -74,6 +74,7 @@ class ProbeSession:
         self.watcher = Watcher(folder, rank) if folder not in (None, False) else None  # type: ignore[arg-type]
         self._warned: set[str] = set()
         self._sections: list[tuple[Site, Section | None]] = []
+        self._captures = Captures(0, self.world, self._miss)
         self._recorder = Recorder()  # one a probed step: a backward pass that comes late adds to a record nobody reads
         self._active: dict[str, tuple[Site, frozenset[str]]] = {}
         self._to_log: set[str] = set()
@@ -82,10 +83,8 @@ class ProbeSession:
         self._keys: dict[int, weakref.ref[Tensor]] = {}
         self._backends: dict[str, str] = {}
         self._tapped: set[str] = set()
-        self._captures: dict[str, Capture] = {}
         self._signalled = False
         self._restore_signal = self._listen(on_signal) if on_signal is not None else lambda: None
-        self._now = 0
         self._missing: dict[str, dict[str, str]] = {}
         self._reported: tuple[str | None, bool] | None = None
 
@@ -123,7 +122,7 @@ class ProbeSession:
         if request is None and not any(log or dump for log, dump in wanted.values()):
             return False
         self._recorder, self._missing, self._backends, self._tapped = Recorder(), {}, {}, set()
-        self._captures, self._now = {}, step
+        self._captures = Captures(step, self.world, self._miss)
         for site, section in self._sections:
             to_log, to_dump = wanted[section] if section is not None else nothing
             if request is not None and (request.layers is None or _layer(site) in request.layers):
@@ -156,9 +155,8 @@ class ProbeSession:
                     )
             if self.dumps is not None and to_dump:
                 kept = {key: x for key, x in record.items() if key.partition("/")[0] in to_dump}
-                metadata, captures = self._metadata(active), self._captures
-                late = partial(self._replay, step, captures, metadata) if captures else None
-                self.dumps.submit(step, kept, metadata, late)
+                metadata = self._metadata(active)
+                self.dumps.submit(step, kept, metadata, self._captures.work(self.dumps.out, self.rank, metadata))
             if self.scalars is not None and to_log:
                 self._write_scalars(step, {k: x for k, x in record.items() if k.partition("/")[0] in to_log})
         except Exception as error:  # a probe must not end a training job
@@ -213,14 +211,13 @@ class ProbeSession:
             self._undo.append(partial(_set_tap, tapped, tapped.tap))
             _set_tap(tapped, partial(self._on_stats, self._recorder, site, probes))
         if not site.ours:
-            wants_keys = "key_col_sum" in probes and _no_key_sum(site, self.world) is None
+            wants_keys = "key_col_sum" in probes and no_key_sum(site, self.world) is None
             if tapped is not None:
                 tapped.ran = None  # type: ignore[assignment]
             observe = partial(self._on_forward, self._recorder, site, wants_keys)
             self._undo.append(site.module.register_forward_hook(observe, with_kwargs=True).remove)
         if "replay" in probes:
-            capture = partial(self._on_operands, site)
-            self._undo.append(site.module.register_forward_hook(capture, with_kwargs=True).remove)
+            self._captures.hook(site, self._undo)
 
     def _unhook(self) -> None:
         for undo in self._undo:
@@ -274,45 +271,6 @@ class ProbeSession:
         batch_first = str(getattr(module, "qkv_format", "sbhd")).startswith("bshd")
         handle = key.register_hook(partial(self._on_key_gradient, recorder, site.name, batch_first))
         self._undo.append(handle.remove)
-
-    def _on_operands(
-        self, site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Copy a sample of q, k, v when forward ends, and of dO when its gradient comes; once a step."""
-        output = output[0] if isinstance(output, tuple) else output
-        if site.name in self._captures or not torch.is_grad_enabled() or not output.requires_grad:
-            return
-        step = self._now
-
-        def on_gradient(do: Tensor) -> None:
-            try:
-                if step == self._now and site.name not in self._captures:
-                    self._captures[site.name] = _sample(site, module, args, kwargs, do, step, self.world)
-            except Exception as error:
-                self._miss(site.name, ("replay",), str(error))
-
-        self._undo.append(output.register_hook(on_gradient).remove)
-
-    def _replay(self, step: int, captures: dict[str, Capture], metadata: dict[str, str]) -> dict[str, np.ndarray]:
-        """On the writer thread: keep the operands in a file of their own, and replay them."""
-        assert self.dumps is not None
-        fields: dict[str, np.ndarray] = {}
-        arrays: dict[str, np.ndarray] = {}
-        described = {}
-        for name, capture in captures.items():
-            q, k, v, do = (x.cpu() for x in capture[:4])
-            on_cpu = Capture(q, k, v, do, capture.causal, capture.scale)
-            packed, described[name] = pack(name, on_cpu)
-            arrays |= packed
-            fields |= {f"{name}/{key}": x for key, x in replay(on_cpu).items()}
-        write_step(
-            self.dumps.out / "captures",
-            step,
-            self.rank,
-            arrays,
-            metadata | {"dm_plugin.captures": json.dumps(described)},
-        )
-        return fields
 
     def _on_key_gradient(self, recorder: Recorder, site: str, batch_first: bool, gradient: Tensor) -> None:
         try:
@@ -386,76 +344,11 @@ class ProbeSession:
             self.scalars.log(values, step=step)
 
 
-def _sample(
-    site: Site,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    do: Tensor,
-    step: int,
-    world: Mapping[str, int],
-) -> Capture:
-    """The operands of a core attention's call as a capture. Raises ValueError where a replay would not be this call."""
-    refused = _no_key_sum(site, world)
-    if refused is not None:
-        raise ValueError(f"not replayed: {refused}")
-    q, k, v = args[:3]
-    if q.dim() != 4:
-        raise ValueError(f"operands of shape {tuple(q.shape)} are packed and are not replayed")
-    if str(getattr(module, "qkv_format", "sbhd")).startswith("bshd"):
-        q, k, v, do = (x.transpose(0, 1) for x in (q, k, v, do))
-    kind = kwargs.get("attn_mask_type") or next((a for a in args[3:] if hasattr(a, "name")), None)
-    kind = getattr(module, "attn_mask_type", "") if kind is None else kind
-    mask = str(getattr(kind, "name", kind))
-    if mask not in ("causal", "no_mask"):
-        raise ValueError(f"a mask of kind {mask} is not replayed")
-    scale = getattr(module, "softmax_scale", None)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return sample(q, k, v, do.reshape(q.shape), step, mask == "causal", scale)
-
-
 def _set_tap(module: nn.Module, tap: Any) -> None:
     """`probing`, where a module has it, is what a compiled graph watches: the tap itself is another object on every probed step."""
     module.tap = tap
     if hasattr(module, "probing"):
         module.probing = tap is not None  # type: ignore[assignment]
-
-
-def refusals(site: Site, probes: Iterable[str], world: Mapping[str, int], tapped: bool = False) -> dict[str, str]:
-    """probe -> why this site cannot give it. tapped: did its tap hand something out in this step?"""
-    out: dict[str, str] = {}
-    if site.ours or tapped:
-        own = getattr(site.tapped, "refuse_probe", {})
-        out |= {p: text for p, text in own.items() if p in probes}
-    else:
-        kind = type(site.module).__name__
-        out |= {
-            p: f"{kind} hands out no row statistics; only its key gradient can be observed"
-            for p in probes
-            if p in TAP_ONLY
-        }
-        text = _no_key_sum(site, world)
-        if text is not None and "key_col_sum" in probes:
-            out["key_col_sum"] = text
-    if "gain_share" in probes and site.gains() is None:
-        out["gain_share"] = "the layer has no norm with gains on its queries and keys"
-    return out
-
-
-def _no_key_sum(site: Site, world: Mapping[str, int]) -> str | None:
-    """Why sum_j dK is not zero in exact arithmetic here, so that its value would be no residual."""
-
-    def of(name: str) -> Any:
-        own = getattr(site.module, name, None)
-        return getattr(site.config, name, None) if own is None else own
-
-    if max(world.get("cp_size", 1), of("context_parallel_size") or 1) > 1:
-        return "keys are split over context-parallel ranks, and the sum over a part of the keys is not zero"
-    if (of("softmax_type") or "vanilla") != "vanilla" or of("softmax_offset") is not None:
-        return "attention sinks take a share of each row, so the sum over keys is not zero"
-    if of("attn_logit_softcapping") or of("softcap"):
-        return "softcapped logits are not shift invariant, so the sum over keys is not zero"
-    return None
 
 
 def scalars(record: Mapping[str, np.ndarray]) -> dict[str, float]:

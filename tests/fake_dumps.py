@@ -101,6 +101,7 @@ def site_fields(
             for name, error in (("dq", 0.064), ("dk", 0.063), ("dv", 0.05)):
                 out[f"{probe}.{name}_num"], out[f"{probe}.{name}_den"] = np.full(2, error**2), np.ones(2)
             out[f"{probe}.push"], out[f"{probe}.push_sharpened"] = np.full(dim, median), np.full(dim, 0.75 * median)
+            out[f"{probe}.push_abs"] = np.full(dim, median)
     den = rng.uniform(5, 15, (kv_heads, dim))
     channel = 1 + 6 * np.exp(-0.5 * ((np.arange(dim) - dim // 3) / 1.5) ** 2) * (kind.key > 3e-3)
     out["key_col_sum.num"] = den * kind.key * scale * wobble * channel

@@ -7,11 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVEL = {
-    "formats": 0, "quantise": 0, "accumulate": 0, "delta": 0, "stats": 0, "residuals": 0, "schedule": 0, "support": 0, "sites": 0, "graphs": 0,
+    "formats": 0, "quantise": 0, "accumulate": 0, "delta": 0, "stats": 0, "residuals": 0, "schedule": 0, "support": 0, "sites": 0, "graphs": 0, "refusals": 1,
     "casts": 1, "reference": 1, "ops": 1,
     "attention": 2, "recorder": 2, "dump": 2, "config": 2, "control": 2,
-    "replay": 3, "session": 3, "review": 3, "ab": 4,
-    "ab_progress": 4, "doctor": 4, "cli": 4,
+    "replay": 3, "capture": 3, "session": 3, "review": 3, "ab": 4,
+    "ab_progress": 4, "doctor": 4, "cli_text": 4, "cli_live": 4, "cli": 4,
 }  # fmt: skip
 HOSTS = ("megatron", "transformer_engine", "nvdlfw_inspect")
 NO_TORCH = ("dump", "review", "ab", "control", "schedule", "config")

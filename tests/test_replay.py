@@ -50,6 +50,9 @@ def test_each_arm_shows_its_delta_and_its_errors() -> None:
         assert 0.03 < value(fields, f"replay_{arm}.dq") < 0.12
     assert value(fields, "replay_stock.dq") > value(fields, "replay_matched.dq")
     assert 0.0 < value(fields, "replay_stale.push_sharpened") < 1.0
+    assert value(fields, "replay_stale.push_consistency") == pytest.approx(1.0)  # one step pushes one way
+    both = {key: x + replay.replay(capture(tokens=100, dim=64, spread=3.0))[key] for key, x in fields.items()}
+    assert 0.0 < value(both, "replay_stale.push_consistency") < 1.0
 
 
 def test_the_push_is_the_key_gradient_of_the_residual_alone() -> None:

@@ -20,7 +20,8 @@ from dm_plugin import control
 from dm_plugin.config import ProbeConfig
 from dm_plugin.dump import find_dumps, read_file
 from dm_plugin.recorder import Recorder
-from dm_plugin.session import ProbeSession, process_rank, refusals, scalars
+from dm_plugin.refusals import refusals
+from dm_plugin.session import ProbeSession, process_rank, scalars
 
 SITE = "decoder.layers.0.self_attention.core_attention"
 

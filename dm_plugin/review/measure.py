@@ -167,6 +167,14 @@ def _replay_measures(arm: str) -> list[Measure]:
         needs = (f"{probe}.{name}_num", f"{probe}.{name}_den")
         text = f"relative L2 error of {symbol} against FP64 attention on the same operands {of}"
         out.append(Measure(f"{probe}.{name}", f"{arm}: {symbol} error", text, needs, _root_over(*needs)))
+    needs = (f"{probe}.push", f"{probe}.push_abs")
+    text = (
+        "sum over channels of |sum over steps of push_c| / sum of |push_c|, push_c being the effect of the row residual on the log of key gain c: "
+        f"1 when every step pushes every gain the same way, near 0 when the signs are chance {of}"
+    )
+    out.append(
+        Measure(f"{probe}.push_consistency", f"{arm}: push consistency", text, needs, _consistency(*needs), log=False)
+    )
     needs = (f"{probe}.push_sharpened", f"{probe}.push")
     text = (
         f"share of the push of the row residual on log key gains, sum_c |push_c|, that comes from rows it sharpens {of}"
@@ -179,6 +187,10 @@ def _replay_measures(arm: str) -> list[Measure]:
 
 def _root_over(num: str, den: str) -> Callable[[Fields], Array]:
     return lambda f: np.sqrt(ratio(sum_sites(f[num]), sum_sites(f[den])))
+
+
+def _consistency(push: str, absolute: str) -> Callable[[Fields], Array]:
+    return lambda f: ratio(sum_sites(np.abs(f[push])), sum_sites(f[absolute]))
 
 
 def _push_share(sharpened: str, push: str) -> Callable[[Fields], Array]:

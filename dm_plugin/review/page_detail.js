@@ -126,14 +126,14 @@ function gainChart(box, rows) {
 
 const REPLAYED = { stale: "stale", consistent: "consistent", matched: "matched", stock: "stock FP8 casts" };
 function replayCards() {
-  const columns = ["median", "gap", "col", "dq", "dk", "dv"];
+  const columns = ["median", "gap", "col", "dq", "dk", "dv", "push_consistency"];
   const rows = arms.flatMap((a) => Object.entries(REPLAYED).flatMap(([k, word]) => {
     const values = columns.map((c) => (a.now[`replay_${k}.${c}`] || [])[siteIndex(a)]);
     return values.some(finite) ? [[el("span", {}, el("span", { class: `key c${a.colour}` }), a.label), word, ...values.map((v) => fmt(v))]] : [];
   }));
   if (!rows.length) return [];
-  const node = card("What another delta would have given", "Operands captured from the running job, replayed on a CPU with each delta and cast: median row residual before the cast, how far the delta lies from the matched one, key columns, and relative errors of the gradients against FP64. A simulation of the casts, whatever kernel the job ran.",
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "replayed deltas" }, tableOf(["arm", "replayed as", "row residual", "delta gap", "key column", "dQ error", "dK error", "dV error"], rows)));
+  const node = card("What another delta would have given", "Operands captured from the running job, replayed on a CPU with each delta and cast: median row residual before the cast, how far the delta lies from the matched one, key columns, relative errors of the gradients against FP64, and how consistently the residual pushes the key gains over the probed steps (1: always the same way). A simulation of the casts, whatever kernel the job ran.",
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "replayed deltas" }, tableOf(["arm", "replayed as", "row residual", "delta gap", "key column", "dQ error", "dK error", "dV error", "push consistency"], rows)));
   node.classList.add("wide");
   return [node];
 }

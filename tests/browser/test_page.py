@@ -75,6 +75,36 @@ def test_replayed_deltas_are_shown_for_the_chosen_layer(browser, tmp_path) -> No
     tab.close()
 
 
+def test_a_watched_page_reloads_when_a_dump_lands_and_keeps_the_view(browser, tmp_path) -> None:
+    import threading
+
+    from dm_plugin.review import serve
+
+    write_arm(tmp_path, "matched", layers=3, steps=(0, 10))
+
+    def build() -> str:
+        return render(build_payload(discover([tmp_path], []), [], title="Live"))
+
+    server = serve.server(tmp_path, build, every=0.2)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        errors: list[str] = []
+        tab = browser.new_page()
+        tab.on("pageerror", lambda e: errors.append(str(e)))
+        tab.on("console", lambda m: errors.append(m.text) if m.type == "error" and "favicon" not in m.text else None)
+        tab.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        tab.select_option("#layer", label="layer 2")
+        assert "steps 10" in tab.locator("#arm-meta").inner_text()
+        write_arm(tmp_path, "matched", layers=3, steps=(0, 10, 20, 30, 40))
+        tab.locator("#arm-meta", has_text="–40").wait_for(timeout=20000)
+        assert tab.locator("#layer").evaluate("s => s.selectedOptions[0].text") == "layer 2"
+        assert [e for e in errors if "404" not in e] == []
+        tab.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_click_on_another_delta_changes_the_shown_row_sum(page) -> None:
     before = page.locator("#row-sum").inner_text()
     page.locator("label:has(#mode-matched)").click()
