@@ -120,7 +120,7 @@ def test_unknown_arms_placeholders_and_texts_are_named(tmp_path) -> None:
 def test_ctrl_c_leaves_whole_files_and_says_how_to_go_on(tmp_path) -> None:
     arms = {"bf16": {"args": ["--level", "1e-3", "--sleep", "0.1"]}}
     path = config(tmp_path, arms=arms, steps=10_000)
-    code = f"from dm_plugin import ab; import sys; sys.exit(ab.run({str(path)!r}))"
+    code = f"from dm_plugin import ab; import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(ab.run({str(path)!r}))"
     job = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(lambda: find_dumps(tmp_path / "run" / "bf16" / "dumps"))
     os.killpg(job.pid, signal.SIGINT)
