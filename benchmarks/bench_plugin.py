@@ -9,7 +9,6 @@ Median over rounds; a round runs every arm once, in order.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from _record import save  # noqa: E402
 
 SIZES = {"host": (128, 1, 8, 2), "queued": (8192, 1, 64, 8)}  # tokens, batch, heads, key heads
 
@@ -84,9 +85,6 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--json", default=None)
     args = p.parse_args()
-    import transformer_engine
-    import transformer_engine.pytorch
-    import transformer_engine_torch as tex
     from dm_plugin.integrations.transformer_engine import install
 
     install()
@@ -94,23 +92,9 @@ def main() -> None:
     for kind, numbers in out.items():
         base = numbers["dm_attn_func"]
         print(f"{kind} {SIZES[kind]}: " + "  ".join(f"{n} {x} us ({x / base - 1:+.1%})" for n, x in numbers.items()))
-    record = {
-        "what": "bench_plugin",
-        "command": " ".join(["python3", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformer_engine": transformer_engine.__version__,
-            "cudnn": str(tex.get_cudnn_version()),
-        },
-        "shapes": {
-            kind: dict(zip(("tokens", "batch", "heads", "kv_heads"), size, strict=True), head_dim=128)
-            for kind, size in SIZES.items()
-        },
-        "microseconds": out,
-    }
-    if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    names = ("tokens", "batch", "heads", "kv_heads")
+    shapes = {kind: dict(zip(names, size, strict=True), head_dim=128) for kind, size in SIZES.items()}
+    save(args.json, "bench_plugin", {"shapes": shapes, "microseconds": out})
 
 
 if __name__ == "__main__":

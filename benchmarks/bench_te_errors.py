@@ -8,7 +8,6 @@ dK, dV, and sum_c |sum_j dK_jc| / sum_jc |dK_jc|, which is zero in exact arithme
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from _record import save  # noqa: E402
 from oracle import attention  # noqa: E402
 
 from dm_plugin.formats import SM90  # noqa: E402
@@ -78,9 +78,6 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--json", default=None)
     args = p.parse_args()
-    import transformer_engine
-    import transformer_engine.pytorch
-    import transformer_engine_torch as tex
     from dm_plugin.integrations.transformer_engine import install
 
     install()
@@ -91,28 +88,8 @@ def main() -> None:
                 {"arm": name, "offset": offset, **{k: float(f"{x:.4g}") for k, x in measure(name, offset).items()}}
             )
             print("  ".join(f"{x:>26}" if isinstance(x, str) else f"{x:9.3g}" for x in rows[-1].values()))
-    record = {
-        "what": "bench_te_errors",
-        "command": " ".join(["python3", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformer_engine": transformer_engine.__version__,
-            "cudnn": str(tex.get_cudnn_version()),
-        },
-        "shape": {
-            "batch": 1,
-            "tokens": TOKENS,
-            "heads": HEADS,
-            "kv_heads": KV_HEADS,
-            "head_dim": DIM,
-            "causal": True,
-            "dtype": "bfloat16",
-        },
-        "rows": rows,
-    }
-    if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    shape = {"batch": 1, "tokens": TOKENS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "causal": True}
+    save(args.json, "bench_te_errors", {"shape": shape | {"dtype": "bfloat16"}, "rows": rows})
 
 
 if __name__ == "__main__":
