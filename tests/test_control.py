@@ -98,3 +98,17 @@ def test_a_pipe_or_a_folder_in_the_requests_place_holds_no_job_up(tmp_path, capl
         make(run / control.REQUEST)
         assert Watcher(run).poll(0) is None
     assert caplog.text.count("is no regular file") == 2
+
+
+@pytest.mark.parametrize("clock", [0, 1, 4_102_444_800])
+def test_a_request_counts_whatever_the_clock_of_its_writer_says(tmp_path, clock: int) -> None:
+    watcher = control.Watcher(tmp_path)
+    assert watcher.poll(0) is None
+    control.send(tmp_path, "start", steps=2)
+    os.utime(tmp_path / control.REQUEST, (clock, clock))
+    assert watcher.poll(1) is not None
+    assert watcher.poll(2) is not None
+    assert watcher.poll(3) is None
+    control.send(tmp_path, "stop")
+    os.utime(tmp_path / control.REQUEST, (clock, clock))  # the same time as before: the new file is another one
+    assert watcher.poll(2) is None
