@@ -9,6 +9,7 @@ is reached. What is tested is the seam: selection, layouts, caches, logs, checkp
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import types
@@ -112,12 +113,68 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 def refusal(call: Any) -> str:
     try:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def job_context(out: Path) -> dict[str, Any]:
+    """Context parallelism through te.DotProductAttention: two gloo ranks of this process's making, zigzag shards, against one device."""
+    port = str(free_port())
+    ranks = []
+    for rank in range(2):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(out), "context_rank"], env=env))
+    codes = [rank.wait(timeout=150) for rank in ranks]
+    assert codes == [0, 0], codes
+    return {f"rank {r}": json.loads((out / f"context_{r}.json").read_text()) for r in range(2)}
+
+
+def job_context_rank(out: Path) -> dict[str, Any]:
+    plugin = installed()
+    import torch
+    import torch.distributed as dist
+
+    from dm_plugin import dm_attn_func
+
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    chunks = torch.arange(512).chunk(4)  # 128 tokens: one scale block of queries
+    keep = torch.cat([chunks[rank], chunks[3 - rank]])
+    for layout in ("sbhd", "bshd"):
+        for mask in ("causal", "no_mask"):
+            full = operands(layout, tokens=512)
+            axis = 0 if layout == "sbhd" else 1
+            mine = [x.detach().index_select(axis, keep).requires_grad_() for x in full[:3]]
+            module = dpa(layout=layout, return_max_logit=True)
+            module.set_context_parallel_group(dist.group.WORLD, [0, 1], None)
+            o, top = module(*mine, attn_mask_type=mask)
+            grads = torch.autograd.grad(o, mine, full[3].index_select(axis, keep))
+            swap = (lambda x: x.transpose(0, 1)) if layout == "sbhd" else (lambda x: x)
+            whole, whole_top = dm_attn_func(
+                *(swap(x) for x in full[:3]), causal=mask == "causal", impl="reference", return_max_logit=True
+            )
+            whole = swap(whole).flatten(2)
+            expected = torch.autograd.grad(whole, full[:3], full[3])
+            same = torch.equal(o, whole.index_select(axis, keep)) and torch.allclose(top, whole_top)
+            errors = [
+                float((a - b.index_select(axis, keep)).float().norm() / b.float().norm())
+                for a, b in zip(grads, expected, strict=True)
+            ]
+            found[f"{layout} {mask}"] = {"same": same, "errors": errors}
+    (out / f"context_{rank}.json").write_text(json.dumps({"found": found, "backend": plugin.backend_of()}))
+    dist.barrier()
+    dist.destroy_process_group()
+    return {}
 
 
 def job_layouts(_: Path) -> dict[str, Any]:

@@ -69,6 +69,16 @@ def test_one_yaml_serves_TEs_debug_features_and_our_probes(te_job: Job) -> None:
     assert steps == {"0", "1", "2"}
 
 
+def test_context_parallel_shards_give_the_whole_sequences_attention(te_job: Job) -> None:
+    r = te_job("context")
+    for rank in ("rank 0", "rank 1"):
+        assert r[rank]["backend"] == "te:dm_plugin:matched"
+        for kind, x in r[rank]["found"].items():
+            assert x["same"], kind  # O to the bit: keys are gathered, so their codes are those of one device
+            assert x["errors"][0] < 1e-6, kind  # dQ too
+            assert max(x["errors"][1:]) < 5e-3, kind  # dK, dV are added up in BF16 over the ranks
+
+
 @pytest.mark.megatron
 def test_probes_through_the_plugin_record_rows_and_change_nothing(te_job: Job) -> None:
     r = te_job("megatron")
