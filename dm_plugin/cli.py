@@ -70,7 +70,7 @@ def show(
 
     arms, problems = discover(dumps)
     try:
-        measures = select(probe) if probe else [MEASURES[k] for k in SHOWN]
+        measures = [m for m in select(probe) if not m.merged] if probe else [MEASURES[k] for k in SHOWN]
     except ValueError as error:
         stop(str(error))
     records: list[dict[str, Any]] = []
@@ -243,7 +243,7 @@ def export(
 
     arms, problems = discover(dumps)
     try:
-        rows = tend.export(arms, select(probe), output)
+        rows = tend.export(arms, [m for m in select(probe) if not m.merged], output)
     except (DumpError, ValueError, OSError) as error:
         stop(str(error))
     out.print(f"wrote {output} ({rows} rows)")

@@ -112,8 +112,8 @@ def replay(
     shown = ("median", "gap", "col", "dq", "dk", "dv")
     files = []
     for path in captures:
-        folder = path / "captures" if (path / "captures").is_dir() else path
-        files += [f.path for f in find_dumps(folder)] if folder.is_dir() else [path]
+        folder = next((f for f in (path / "captures", path / "dumps" / "captures") if f.is_dir()), path)
+        files += [path] if path.is_file() else [f.path for f in find_dumps(folder)]
     if not files:
         stop(f"{captures[0]} holds no captures; ask a job for them with `dm-plugin probe start RUN --replay`")
     for file in files:
@@ -130,18 +130,10 @@ def replay(
                     print(json.dumps({"file": str(file), "site": site, "arm": arm, **numbers}))
                 continue
             ran = metadata.get("dm_plugin.backend", "")
-            title = f"{site_name(site)}, step {metadata['dm_plugin.step']}, {tuple(capture.q.shape)} of a job that ran {ran}"
-            table = Table(
-                "arm",
-                "row",
-                "delta gap",
-                "key column",
-                "dQ error",
-                "dK error",
-                "dV error",
-                title=title,
-                title_justify="left",
-            )
+            tokens, heads, dim = capture.q.shape
+            where = f"{site_name(site)}, step {metadata['dm_plugin.step']}: {tokens} tokens, {heads} query heads, head dim {dim}"
+            out.print(f"{where}, from a job that ran {ran}", style="bold", soft_wrap=True)
+            table = Table("arm", "row", "delta gap", "key column", "dQ error", "dK error", "dV error")
             for arm, values in rows.items():
                 table.add_row(arm, *map(fmt, values))
             out.print(table)

@@ -46,15 +46,21 @@ def show_table(
     label: str, backend: str, steps: list[int], sites: list[str], measures: Sequence[Any], rows: dict[str, list[float]]
 ) -> None:
     kept = [m for m in measures if any(math.isfinite(x) for x in rows[m.key])]
-    title = f"{label}: {backend or 'backend not stated'}, {len(steps)} probed steps {span(steps)}"
+    if not steps:
+        out.print(f"{label}: no dumps; ask a running job for them with `dm-plugin probe start`", soft_wrap=True)
+        return
+    out.print(
+        f"{label}: {backend or 'backend not stated'}, {len(steps)} probed steps {span(steps)}",
+        style="bold",
+        soft_wrap=True,
+    )
     for part in _that_fit(kept, max((len(site_name(site)) for site in sites), default=4), rows):
-        table = Table("site", title=title, title_justify="left")
+        table = Table("site")
         for m in part:
             table.add_column(m.label, no_wrap=False, min_width=_digits(rows[m.key]))
         for i, site in enumerate(sites):
             table.add_row(site_name(site), *(fmt(rows[m.key][i]) for m in part))
         out.print(table)
-        title = ""
     for m in kept:
         out.print(f"  [bold]{m.label}[/]: median over steps of {m.definition}", soft_wrap=True)
 

@@ -148,6 +148,14 @@ class Watcher:
         first = request.start_step if request.start_step is not None else self._first_step
         return first is not None and first <= step and (request.steps is None or step < first + request.steps)
 
+    def over(self, step: int) -> bool:
+        """Has the current request run its course at this step?"""
+        request = self.request
+        if request is None or request.action != "start" or request.steps is None:
+            return False
+        first = request.start_step if request.start_step is not None else self._first_step
+        return first is not None and step >= first + request.steps
+
     def _load(self, step: int, found: os.stat_result | None) -> None:
         self.request = None
         if found is None:

@@ -49,7 +49,7 @@ class ProbeSession:
     config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. rank: names this process's dumps; default: that of
     torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend of sites that have no tap, or a function that names it from the site's module after its forward. writer: any object with
     add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none. on_signal: a signal number such as signal.SIGUSR1 that asks for all
-    probes on the next step (from the main thread only).
+    probes on the next step (from the main thread, and where the job has no handler of its own).
     """
 
     def __init__(
@@ -172,20 +172,22 @@ class ProbeSession:
         self.sites, self._sections = [], []
 
     def _listen(self, number: int) -> Callable[[], None]:
-        """Ask for one probed step when the signal comes; returns what puts the former handler back."""
+        """Ask for one probed step when the signal comes, unless the job handles it; returns what takes the handler off again."""
 
         def heard(*_: Any) -> None:
             self._signalled = True
 
         try:
-            before = signal.signal(number, heard)
-        except ValueError as error:  # not the main thread: the job goes on without
+            if signal.getsignal(number) is not signal.SIG_DFL:
+                raise ValueError("the job handles it itself")
+            signal.signal(number, heard)
+        except ValueError as error:  # or this is not the main thread: the job goes on without
             self._warn("signal", f"probes do not listen to signal {number} ({error})")
             return lambda: None
 
         def restore() -> None:
             if signal.getsignal(number) is heard:
-                signal.signal(number, before)
+                signal.signal(number, signal.SIG_DFL)
 
         return restore
 
@@ -330,8 +332,9 @@ class ProbeSession:
         state = (request.id if request is not None else None, active)
         if state == self._reported or (self._reported is None and request is None):
             return
-        word = "probing" if active else "waiting" if request is not None and request.action == "start" else "idle"
         dumps, watcher = self.dumps, self.watcher
+        asked = request is not None and request.action == "start"
+        word = "probing" if active else "done" if watcher.over(step) else "waiting" if asked else "idle"
         if dumps.call(lambda: watcher.report(step, word, dumps.written, dumps.lost_total, dumps.queued)):
             self._reported = state  # else the queue is full: tried again at the next step
 

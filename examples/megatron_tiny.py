@@ -163,9 +163,9 @@ def train(args: argparse.Namespace, out: Path, stop: list[int]) -> int:
             if stop or done == args.steps or done % args.save_every == 0:
                 save(out / "checkpoint.pt", done, model, optimizer, setup)
             if done == args.steps:
-                print(
-                    f"trained {done} steps into {out}; `dm-plugin show {out}` and `dm-plugin report {out} -o page.html` read its dumps"
-                )
+                reads = f"`dm-plugin show {out}` and `dm-plugin report {out} -o page.html` read its dumps"
+                asks = f"no step was probed: `dm-plugin probe start {out}` asks a job while it runs, --probes FILE from the start"
+                print(f"trained {done} steps into {out}; {reads if (out / 'dumps').exists() else asks}")
             if stop:
                 print(f"interrupted after step {step}; --resume goes on from step {done}", file=sys.stderr)
                 return 130

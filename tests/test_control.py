@@ -100,6 +100,17 @@ def test_a_pipe_or_a_folder_in_the_requests_place_holds_no_job_up(tmp_path, capl
     assert caplog.text.count("is no regular file") == 2
 
 
+def test_a_request_is_over_after_its_last_step(tmp_path) -> None:
+    watcher = control.Watcher(tmp_path)
+    assert not watcher.over(0)
+    control.send(tmp_path, "start", start_step=3, steps=2)
+    watcher.poll(1)
+    assert [watcher.over(step) for step in (2, 3, 4, 5)] == [False, False, False, True]
+    control.send(tmp_path, "start")
+    watcher.poll(6)
+    assert not watcher.over(1000)
+
+
 @pytest.mark.parametrize("clock", [0, 1, 4_102_444_800])
 def test_a_request_counts_whatever_the_clock_of_its_writer_says(tmp_path, clock: int) -> None:
     watcher = control.Watcher(tmp_path)

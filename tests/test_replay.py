@@ -150,6 +150,24 @@ def test_what_cannot_be_replayed_says_why_in_the_dump(tmp_path: Path) -> None:
         replay.load(find_dumps(tmp_path)[0].path)
 
 
+def test_a_job_that_handles_the_signal_itself_keeps_its_handler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[int] = []
+    own = lambda number, frame: heard.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with ProbeSession(ProbeConfig(), tmp_path, control=False, on_signal=signal.SIGUSR1) as session:
+            session.attach(build(OurCore))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not session.begin(0)
+        assert heard == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is own
+        assert "probes do not listen to signal 10 (the job handles it itself)" in caplog.text
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_signal_asks_for_one_probed_step(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with ProbeSession(ProbeConfig(), tmp_path, control=False, on_signal=signal.SIGUSR1).attach(

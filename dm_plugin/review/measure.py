@@ -81,6 +81,7 @@ class Measure:
     needs: tuple[str, ...]
     form: Callable[[Fields], Array]
     log: bool = True  # drawn on a log axis
+    merged: bool = False  # means something over several merged steps only
 
     @property
     def probe(self) -> str:
@@ -173,7 +174,15 @@ def _replay_measures(arm: str) -> list[Measure]:
         f"1 when every step pushes every gain the same way, near 0 when the signs are chance {of}"
     )
     out.append(
-        Measure(f"{probe}.push_consistency", f"{arm}: push consistency", text, needs, _consistency(*needs), log=False)
+        Measure(
+            f"{probe}.push_consistency",
+            f"{arm}: push consistency",
+            text,
+            needs,
+            _consistency(*needs),
+            log=False,
+            merged=True,
+        )
     )
     needs = (f"{probe}.push_sharpened", f"{probe}.push")
     text = (
