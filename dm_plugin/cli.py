@@ -16,24 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.table import Table
+try:
+    import typer
+    from rich.table import Table
+except ModuleNotFoundError as missing:  # the entry point exists without the extra
+    sys.exit(f"dm-plugin needs {missing.name}, which is not installed; run pip install 'dm-plugin[review]'")
 
 from . import cli_live
-from .cli_text import (
-    discover,
-    err,
-    finish,
-    fmt,
-    listed,
-    median,
-    number,
-    out,
-    show_table,
-    site_name,
-    span,
-    stop,
-)  # refuses without the extra
+from .cli_text import discover, err, finish, fmt, listed, median, number, out, show_table, site_name, span, stop
 
 app = typer.Typer(
     help=__doc__.split("\n")[0], no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -70,7 +60,7 @@ def show(
 
     arms, problems = discover(dumps)
     try:
-        measures = [m for m in select(probe) if not m.merged] if probe else [MEASURES[k] for k in SHOWN]
+        measures = select(probe) if probe else [MEASURES[k] for k in SHOWN]
     except ValueError as error:
         stop(str(error))
     records: list[dict[str, Any]] = []
@@ -243,7 +233,7 @@ def export(
 
     arms, problems = discover(dumps)
     try:
-        rows = tend.export(arms, [m for m in select(probe) if not m.merged], output)
+        rows = tend.export(arms, select(probe), output)
     except (DumpError, ValueError, OSError) as error:
         stop(str(error))
     out.print(f"wrote {output} ({rows} rows)")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
-except ModuleNotFoundError as missing:  # the entry point exists without the extra
-    sys.exit(f"dm-plugin needs {missing.name}, which is not installed; run pip install 'dm-plugin[review]'")
+import typer
+from rich.console import Console
+from rich.table import Table
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

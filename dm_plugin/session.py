@@ -47,9 +47,11 @@ class ProbeSession:
     """Probes of one rank.
 
     config: what to probe when (ProbeConfig). out: dump folder, None for scalars only. rank: names this process's dumps; default: that of
-    torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}. backend: name of the attention backend of sites that have no tap, or a function that names it from the site's module after its forward. writer: any object with
-    add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default: out), False for none. on_signal: a signal number such as signal.SIGUSR1 that asks for all
-    probes on the next step (from the main thread, and where the job has no handler of its own).
+    torch.distributed, else RANK in the environment, else 0. world: parallel coordinates such as {"tp_rank": 0, "tp_size": 2, ...}.
+    backend: name of the attention of sites that have no tap, or a function that names it from the site's module after its forward.
+    writer: any object with add_scalar(tag, value, step) or log(mapping, step=). control: folder watched for probe requests (default:
+    out), False for none. on_signal: a signal number such as signal.SIGUSR1 that asks for all probes on the next step (from the main
+    thread, and where the job has no handler of its own).
     """
 
     def __init__(

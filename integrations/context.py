@@ -1,8 +1,8 @@
 """Context parallelism by gathered keys: each rank keeps its queries and reads all keys.
 
-Megatron and Transformer Engine give rank r the chunks r and 2 cp - 1 - r of 2 cp equal chunks. Keys and values are gathered and put in natural order, so their
-FP8 codes are those of one device; each of the two query chunks then attends with its own causal offset (its first position). The delta is
-a quantity of one row over all keys, hence whole on one rank: nothing but dK and dV is reduced.
+Megatron and Transformer Engine give rank r the chunks r and 2 cp - 1 - r of 2 cp equal chunks. Keys and values are gathered and put in
+natural order, so their FP8 codes are those of one device; each of the two query chunks then attends with its own causal offset (its first
+position). The delta is a quantity of one row over all keys, hence whole on one rank: nothing but dK and dV is reduced.
 """
 
 from collections.abc import Callable

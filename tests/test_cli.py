@@ -143,3 +143,10 @@ def test_the_worst_layer_of_a_planted_fault_leads_the_page(tmp_path) -> None:
     data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text(), re.S)[1])
     (arm,) = data["arms"]
     assert arm["names"][arm["verdicts"][0]["site"]] == "layer 17"
+
+
+def test_without_the_review_extra_the_entry_point_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from dm_plugin.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "dm-plugin needs typer, which is not installed; run pip install 'dm-plugin[review]'"

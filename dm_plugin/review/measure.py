@@ -261,12 +261,13 @@ def resolve(name: str) -> str:
 
 
 def select(probe: str | None) -> list[Measure]:
-    """Measures of one probe (all of them for None, a single one for a full measure key)."""
-    if probe is None:
-        return list(MEASURES.values())
+    """Measures of one probe that a single step has (all of them for None, a single one for a full measure key)."""
     if probe in MEASURES:
         return [MEASURES[probe]]
-    found = [m for m in MEASURES.values() if m.key.startswith(f"{probe}.") or m.probe.startswith(f"{probe}_")]
+    single = [m for m in MEASURES.values() if not m.merged]
+    if probe is None:
+        return single
+    found = [m for m in single if m.key.startswith(f"{probe}.") or m.probe.startswith(f"{probe}_")]
     if not found:
         resolve(probe)  # raises with the choices
     return found

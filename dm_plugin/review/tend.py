@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dm_plugin.review.read import Merger, Reader, tensor_rank
 from dm_plugin.review.runs import Arm
 
 
-def merge(files: list[DumpFile], out: Path, tick: Callable[[], None] = lambda: None) -> int:
+def merge(files: list[DumpFile], out: Path) -> int:
     """Write one file a step into `out`; returns how many. Raises DumpError for a file that cannot be read, ValueError if out holds dumps."""
     if find_dumps(out):
         raise ValueError(f"{out} already holds dumps; give an empty or new folder")
@@ -60,7 +59,6 @@ def merge(files: list[DumpFile], out: Path, tick: Callable[[], None] = lambda: N
             "dm_plugin.backend": ",".join(sorted(backends)),
         }
         write_step(out, step, 0, tensors, kept | {"dm_plugin.reasons": json.dumps(reasons)})
-        tick()
     return len(steps)
 
 

@@ -53,7 +53,7 @@ def backend_name(core: nn.Module) -> str:
     if "transformer_engine" in sys.modules and hasattr(core, "flash_attention"):
         from ..transformer_engine.observe import backend_of
 
-        return backend_of(core)
+        return backend_of()
     return f"megatron:{type(core).__name__}"
 
 

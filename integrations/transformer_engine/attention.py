@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dm_plugin import graphs
-from dm_plugin.attention import Tap, choose_impl, dm_attn_func
+from dm_plugin.attention import choose_impl, dm_attn_func
 from dm_plugin.support import AttnCall
 
 from ..context import attend_over_context
 from .observe import backend_of
-from .selector import OURS, OURS_WITH_MAX_LOGIT, State
+from .selector import OURS, OURS_WITH_MAX_LOGIT, State, gpu_arch
 from .switches import strict, switched_off
 
 
@@ -47,7 +47,7 @@ def attention_class() -> type:
             return super().forward(query_layer, key_layer, value_layer, *args, **kwargs)
 
         def stock_backend(self) -> str:
-            return backend_of(self)
+            return backend_of()
 
     return DMFlashAttention
 
@@ -56,9 +56,7 @@ def equip(module: Any) -> None:
     """Give a FlashAttention the attributes of ours."""
     module.tap = None
     module.probing = False
-    module.refuse_probe = {}
     module.ran = None
-    module.impl_reason = ""
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], want_max: bool) -> Any:
@@ -97,14 +95,12 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any],
 
 def _refuse_early(layer: int | None) -> None:
     """What no call could run is said when the model is built: no Hopper GPU, no kernel library, an unknown mode."""
-    from .selector import _arch
-
-    call = AttnCall(
-        device="cuda", dtype="bfloat16", heads=1, kv_heads=1, head_dim=128, head_dim_v=128, causal=True,
-        mode=State.settings.delta, fmt=State.settings.fmt, arch=_arch(),
-    )  # fmt: skip
     if State.settings.impl == "reference":
         return
+    call = AttnCall(
+        device="cuda", dtype="bfloat16", heads=1, kv_heads=1, head_dim=128, head_dim_v=128, causal=True,
+        mode=State.settings.delta, fmt=State.settings.fmt, arch=gpu_arch(),
+    )  # fmt: skip
     try:
         choose_impl(call, State.settings.impl)
     except (ValueError, RuntimeError) as error:
@@ -123,6 +119,3 @@ def adopt(model: Any) -> int:
         module.__class__ = ours
         equip(module)
     return len(found)
-
-
-__all__ = ["Tap", "adopt", "attention_class", "equip"]

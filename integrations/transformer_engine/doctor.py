@@ -4,7 +4,6 @@ Nothing is imported from Transformer Engine: its import needs torch, cuDNN and s
 """
 
 import os
-from importlib import metadata
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +12,7 @@ from dm_plugin import ops
 from dm_plugin.delta import MODES
 from dm_plugin.doctor import Finding
 
-from .switches import OLDEST, strict, switched_off
+from .switches import OLDEST, installed, strict, switched_off, too_old
 
 PLUGIN = "dm_plugin.integrations.transformer_engine"
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -21,11 +20,10 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 def findings() -> list[Finding]:
     """Lines for the doctor; empty when Transformer Engine is not installed."""
-    try:
-        text = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
+    found = installed()
+    if found is None:
         return []
-    version = tuple(int(x) for x in text.split("+")[0].split(".")[:2])
+    text, version = found
     asked, mode = os.environ.get("NVTE_PLUGIN"), os.environ.get("DM_PLUGIN_MODE", "matched")
     if mode not in MODES:
         return [
@@ -39,7 +37,7 @@ def findings() -> list[Finding]:
                 "TE attention",
                 "stock",
                 False,
-                f"Transformer Engine {text} is too old for dm_plugin; install 2.3 or later",
+                too_old(text),
             )
         ]
     triple = " ".join(f"{name.removeprefix('NVTE_')}={os.environ.get(name, 'unset')}" for name in SWITCHES)

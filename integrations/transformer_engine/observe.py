@@ -1,11 +1,9 @@
 """The name of the backend that Transformer Engine ran last, for dumps and logs."""
 
-from typing import Any
-
 SUB_BACKENDS = {0: "F16 short sequences", 1: "F16", 2: "FP8"}
 
 
-def backend_of(module: Any = None) -> str:
+def backend_of() -> str:
     """What TE's last selection was, such as "te:FusedAttention:FP8"; right after a module's forward it is that module's."""
     import transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention as dpa
 

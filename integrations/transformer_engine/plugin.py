@@ -8,7 +8,7 @@ so `assert_active()` and `status()` say what is really in place.
 import logging
 import sys
 from dataclasses import replace
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dm_plugin.support import IMPLS
 
 from ..logs import ensure_handler
 from .selector import Settings, State, get_attention_backend
-from .switches import OLDEST, strict, switched_off
+from .switches import OLDEST, installed, strict, switched_off, too_old
 
 log = logging.getLogger("dm_plugin")
 _DPA = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -164,9 +164,8 @@ def _has_ours(model: Any) -> bool:
 
 
 def _check_version() -> None:
-    try:
-        text = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
-        raise ImportError("Transformer Engine is not installed; pip install 'dm-plugin[te]'") from None
-    if tuple(int(x) for x in text.split("+")[0].split(".")[:2]) < OLDEST:
-        raise ImportError(f"Transformer Engine {text} is too old for dm_plugin; install 2.3 or later")
+    version = installed()
+    if version is None:
+        raise ImportError("Transformer Engine is not installed; pip install 'dm-plugin[te]'")
+    if version[1] < OLDEST:
+        raise ImportError(too_old(version[0]))

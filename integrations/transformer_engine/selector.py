@@ -135,12 +135,13 @@ def request(params: Any) -> AttnCall:
         causal="causal" in mask,
         mode=State.settings.delta,
         fmt=State.settings.fmt,
-        arch=_arch(),
+        arch=gpu_arch(),
         extras=tuple(extras),
     )
 
 
-def _arch() -> tuple[int, int] | None:
+def gpu_arch() -> tuple[int, int] | None:
+    """Compute capability of the current GPU, None without one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
