@@ -24,6 +24,20 @@ __device__ __forceinline__ void fence_regs(uint32_t (&d)[R]) {
 #pragma unroll
   for (int i = 0; i < R; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
+// Ends the life of the old values: the flight that is issued next writes all of them. (Reading an unset variable is the point:
+// an asm that only writes would keep the old registers alive for ptxas.)
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 549
+template <int R>
+__device__ __forceinline__ void discard_regs(float (&d)[R]) {
+#pragma unroll
+  for (int i = 0; i < R; i++) {
+    float nothing;
+    d[i] = nothing;
+    asm volatile("" : "+f"(d[i])::"memory");
+  }
+}
+#pragma nv_diagnostic pop
 template <int N>
 __device__ __forceinline__ void set_max_registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(N));

@@ -1,296 +1,233 @@
-// Forward: O = (P_hat v_hat) / l, LSE2 = log2 sum 2^s, one CTA per 128 queries of a head.
+// Forward at D = 64 and 128: O = (P_hat v_hat) / l, LSE2 = log2 sum 2^s, one CTA per 192 queries of a head.
 //
-// A producer warp streams key tiles (last visible first), two warpgroups own 64 query rows each. A tile's P is cast relative to
-// the tile's own row maximum B: code = E4M3(2^(s - B) 448 rho_h), rho_h folding the two V scales of a 128-key tile into one
-// promotion; the tensor core never accumulates across tiles: o += t * 2^(B - R) scale_v, R a lazily raised per-row reference.
+// A producer thread streams key tiles (last visible first); three warpgroups of 160 registers own 64 query rows each, so that two
+// of them can use the tensor core while the third takes exponentials. A tile's P is cast relative to the tile's own row maximum B:
+// code = E4M3(2^(s - B) 448 rho_h), rho_h folding the two V scales of a 128-key tile into one promotion; the tensor core never
+// accumulates across tiles: o += t * 2^(B - R) scale_v, R a lazily raised per-row reference. The product takes the registers of S.
 #pragma once
-#include "../../common/copy.h"
-#include "../../common/e4m3.h"
-#include "../../common/mask.h"
-#include "../../common/softmax.h"
-#include "../../common/store.h"
-#include "config.h"
-#include "kernel.h"
+#include "parts.cuh"
 
 namespace dm::sm90 {
 
+// Half unit (64 queries) of a warpgroup; one past the last unit has no rows and no tiles.
 template <typename C>
-struct ForwardBarriers {
-  uint32_t base;
-  __device__ __forceinline__ uint32_t k_full(int s) const { return base + 8 * s; }
-  __device__ __forceinline__ uint32_t v_full(int s) const { return base + 8 * (C::kStages + s); }
-  __device__ __forceinline__ uint32_t k_empty(int s) const { return base + 8 * (2 * C::kStages + s); }
-  __device__ __forceinline__ uint32_t v_empty(int s) const { return base + 8 * (3 * C::kStages + s); }
-  __device__ __forceinline__ uint32_t q_full() const { return base + 8 * (4 * C::kStages); }
-  __device__ __forceinline__ void init() const {
-    for (int s = 0; s < C::kStages; s++) {
-      barrier_init(k_full(s), 1);
-      barrier_init(v_full(s), 1);
-      barrier_init(k_empty(s), 4 * C::kWarpgroups);  // every warp
-      barrier_init(v_empty(s), 4 * C::kWarpgroups);  // every warp
-    }
-    barrier_init(q_full(), 1);
-    barrier_init_fence();
-  }
-};
+__device__ __forceinline__ int forward_half(const Work& work, int wg) {
+  return C::kWarpgroups * work.unit + wg;
+}
+
+// Key tiles that some row of a half unit sees.
+template <typename C>
+__device__ __forceinline__ int forward_tiles(const Shape& shape, int half) {
+  if (64 * half >= shape.t_q) return 0;
+  return (key_limit(shape, min(64 * half + 64, shape.t_q) - 1) + C::kTile - 1) / C::kTile;
+}
+
+// What a warpgroup reads of its work in the loop and after it, instead of keeping it in registers: head, half unit, keys that
+// every row of it sees, query factor.
+template <typename C>
+__device__ __forceinline__ uint32_t forward_record(uint32_t smem, int wg) {
+  return smem + C::kRecords + 16 * wg;
+}
+__device__ __forceinline__ int record_head(uint32_t record) { return __float_as_int(load_shared(record)); }
+__device__ __forceinline__ int record_half(uint32_t record) { return __float_as_int(load_shared(record + 4)); }
+__device__ __forceinline__ int record_keys(uint32_t record) { return __float_as_int(load_shared(record + 8)); }
+__device__ __forceinline__ float record_query(uint32_t record) { return load_shared(record + 12); }
 
 template <typename C>
 __device__ __forceinline__ void forward_produce(const ForwardParams& p, Work work, int tiles, uint32_t smem,
                                                 ForwardBarriers<C> bars) {
   const Shape& shape = p.shape;
   const int batch = work.bh / shape.heads, head = work.bh - batch * shape.heads;
-  const int64_t kv = int64_t(batch) * shape.kv_heads + head / (shape.heads / shape.kv_heads);
-  const int64_t unit0 = kv * shape.n_k;
-  barrier_expect(bars.q_full(), C::Q::kBytes);
-  bulk_copy(smem + C::kQ, p.q_row + (int64_t(work.bh) * shape.n_q + work.unit) * C::Q::kBytes, C::Q::kBytes, bars.q_full());
+  const int64_t unit0 = (int64_t(batch) * shape.kv_heads + head / (shape.heads / shape.kv_heads)) * shape.n_k;
+  const int halves = min(C::kWarpgroups, 2 * shape.n_q - C::kWarpgroups * work.unit);
+  barrier_expect(bars.q_full(), halves * 64 * C::D);
+  bulk_copy(smem + C::kQ, p.q_row + (int64_t(work.bh) * shape.n_q * kUnit + 64 * C::kWarpgroups * work.unit) * C::D,
+            halves * 64 * C::D, bars.q_full());
   Ring<C::kStages> ring;
 #pragma unroll 1
   for (int tile = tiles - 1; tile >= 0; tile--, ring.next()) {
     const int s = ring.stage;
-    const int64_t unit = unit0 + tile / (kUnit / C::kTile);
-    const int half = tile % (kUnit / C::kTile);
+    const int64_t unit = unit0 + tile;
     const float2 k_scale = *reinterpret_cast<const float2*>(p.k_scale + 2 * unit);
-    const uint8_t* k = p.k_row + unit * (kUnit * C::D) + half * C::K::kPanelBytes;
     barrier_wait(bars.k_empty(s), ring.parity ^ 1);
     const uint32_t scalars = smem + C::kScalars + s * C::kScalarBytes;
     store_shared2(scalars + 32, k_scale.x, k_scale.y);
     barrier_expect(bars.k_full(s), C::K::kBytes + 32);
     bulk_copy(scalars, p.v_fold + unit * kFoldFloats, 32, bars.k_full(s));
-#pragma unroll
-    for (int panel = 0; panel < C::K::kPanels; panel++)
-      bulk_copy(smem + C::kK + s * C::K::kBytes + panel * C::K::kPanelBytes, k + panel * (kUnit * C::K::kRowBytes),
-                C::K::kPanelBytes, bars.k_full(s));
+    bulk_copy(smem + C::kK + s * C::K::kBytes, p.k_row + unit * C::K::kBytes, C::K::kBytes, bars.k_full(s));
     barrier_wait(bars.v_empty(s), ring.parity ^ 1);
     barrier_expect(bars.v_full(s), C::V::kBytes);
-    bulk_copy(smem + C::kV + s * C::V::kBytes, p.v_t + unit * (kUnit * C::D) + half * C::V::kBytes, C::V::kBytes,
-              bars.v_full(s));
+    bulk_copy(smem + C::kV + s * C::V::kBytes, p.v_t + unit * C::V::kBytes, C::V::kBytes, bars.v_full(s));
   }
 }
 
-// Scalars of one tile: score factors, log2 of the fold ratios, reciprocal ratios; v_scale: of a folded tile its larger scale
-// in the last place, otherwise one a half.
 template <typename C>
-struct ForwardScalars {
-  static constexpr int kHalves = C::kTile / 64;
-  float c[kHalves], log2_rho[kHalves], inv_rho[kHalves], v_scale[kHalves];
-  bool folded;
-  __device__ __forceinline__ ForwardScalars(uint32_t a, float query, int tile) {
-    const float2 k_scale = load_shared2(a + 32);
-    const float4 scale = load_shared4(a);
-    if constexpr (kHalves == 2) {
-      const float4 rho = load_shared4(a + 16);
-      folded = rho.w != 0.f;
-      c[0] = score_factor(query, k_scale.x), c[1] = score_factor(query, k_scale.y);
-      inv_rho[0] = reciprocal_approx(scale.w), inv_rho[1] = reciprocal_approx(rho.x);
-      log2_rho[0] = rho.y, log2_rho[1] = rho.z;
-      v_scale[0] = scale.x, v_scale[1] = folded ? scale.z : scale.y;
-    } else {
-      folded = true;
-      c[0] = score_factor(query, tile & 1 ? k_scale.y : k_scale.x);
-      inv_rho[0] = 1.f, log2_rho[0] = 0.f, v_scale[0] = tile & 1 ? scale.y : scale.x;
-    }
-#pragma unroll
-    for (int g = 0; g < kHalves; g++) c[g] = fmaxf(c[g], 1.17549435e-38f);  // 0 * -inf of a masked score would be NaN
-  }
-};
-
-// Rows past the end exist only in the vectors, as rows without a key.
-template <typename C>
-__device__ __forceinline__ void forward_store(const ForwardParams& p, int section, const float (&o)[C::D / 2],
-                                              const float (&reference)[2], float (&l)[2], const float (&top)[2]) {
+__device__ __forceinline__ void forward_consume(const ForwardParams& p, Work work, int all_tiles, uint32_t smem,
+                                                ForwardBarriers<C> bars, int wg) {
   constexpr int D = C::D;
   const Shape& shape = p.shape;
-  const Work work = pick_work(fresh_block(), shape.n_q, shape.batch * shape.heads, section, shape.causal != 0);
-  const int thread = fresh_thread() - 128, t = thread % 4, local_row = thread / 32 * 16 + thread % 32 / 4;
-  const int row0 = kUnit * work.unit + local_row;
-  const int batch = work.bh / shape.heads, head = work.bh - batch * shape.heads;
-  const float* mean = p.v_mean ? p.v_mean + (int64_t(batch) * shape.kv_heads + head / (shape.heads / shape.kv_heads)) * D : nullptr;
-  const Bf16View centred = {p.o_centred, int64_t(shape.t_q) * shape.heads * D, int64_t(shape.heads) * D, D};
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = row0 + 8 * r;
-    const bool exists = row < shape.t_q;
-    l[r] = quad_sum(l[r]);
-    const bool empty = top[r] == -INFINITY && l[r] == 0.f;
-    const float inv = empty ? 0.f : __fdiv_rn(1.f, l[r]);
-    if (t == 0) {
-      const int64_t at = (int64_t(work.bh) * shape.n_q + work.unit) * kUnit + local_row + 8 * r;
-      p.lse2[at] = exists && !empty ? reference[r] + log2f(l[r]) - kLog2MaxE4m3 : -INFINITY;
-      p.m2[at] = exists ? top[r] : -INFINITY;
-    }
-    uint16_t* out = row_of(p.o, batch, row, head);
-    uint16_t* saved = row_of(centred, batch, row, head);
-#pragma unroll
-    for (int group = 0; group < D / 32; group++) {
-      auto value = [&](int j, int e) { return o[16 * group + 4 * j + 2 * r + e] * inv; };
-      if (p.o_centred) store_row32(saved + 32 * group, exists, t, value);
-      if (mean && !empty) {
-        store_row32(out + 32 * group, exists, t, [&](int j, int e) { return value(j, e) + mean[32 * group + 8 * j + 2 * t + e]; });
-      } else {
-        store_row32(out + 32 * group, exists, t, value);
-      }
-    }
-  }
-}
-
-template <typename C>
-__device__ __forceinline__ void forward_consume(const ForwardParams& p, Work work, int section, int tiles, uint32_t smem,
-                                                ForwardBarriers<C> bars, int wg) {
-  constexpr int D = C::D, kHalves = C::kTile / 64, kChunks = D / C::kChunk;
-  const Shape& shape = p.shape;
-  const int lane = threadIdx.x % 32, t = lane % 4;
-  const int local_row = 64 * wg + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-  const int row0 = kUnit * work.unit + local_row;
   const bool leader = threadIdx.x % 32 == 0;  // a lane of every warp: plain loads of a stage are not ordered across warps
-  const int wg_limit = key_limit(shape, kUnit * work.unit + 64 * wg);  // keys that every row of this warpgroup sees
-  const int base0 = row_base(shape, row0);
-
   const uint32_t q_op = operand(smem + C::kQ + 64 * wg * C::Q::kRowBytes);
   const uint32_t k_op = operand(smem + C::kK), v_op = operand(smem + C::kV);
-  const float query = query_factor(p.q_scale[int64_t(work.bh) * shape.n_q + work.unit], shape.softmax_scale_log2);
+  const uint32_t record = forward_record<C>(smem, wg);
+  const int tiles = forward_tiles<C>(shape, forward_half<C>(work, wg));
 
-  float o[D / 2], s[C::kTile / 2], reference[2] = {-1e30f, -1e30f}, l[2] = {0.f, 0.f}, top[2] = {-INFINITY, -INFINITY};
-  uint32_t codes[C::kTile / 8];
-#pragma unroll
-  for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-
-  auto issue_s = [&](int stage) {
-    fence_regs(s);
-    wgmma_fence();
-    issue_scores<typename C::Q, typename C::K>(s, q_op, advance(k_op, stage * C::K::kBytes));
-    wgmma_commit();
-  };
-
-  Ring<C::kStages> ring;
-  if (tiles > 0) {
-    barrier_wait(bars.q_full(), 0);
-    barrier_wait(bars.k_full(0), 0);
-    issue_s(0);
-  }
+  // One round: the values below then live in a scope of their own. Without it ptxas 13.0 finds too few registers and serialises
+  // the products (C7511); csrc/build.py refuses such a build.
 #pragma unroll 1
-  for (int tile = tiles - 1; tile >= 0; tile--) {
-    wgmma_wait<0>();
-    fence_regs(s);
-    const ForwardScalars<C> x(smem + C::kScalars + ring.stage * C::kScalarBytes, query, tile);
-    __syncwarp();
-    if (leader) barrier_arrive(bars.k_empty(ring.stage));
+  for (int rounds = 1; rounds > 0; rounds--) {
+    float o[D / 2], s[64], reference[2] = {-1e30f, -1e30f}, l[2] = {0.f, 0.f}, top[2] = {-INFINITY, -INFINITY};
+    uint32_t codes[16];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0.f;
+    auto& s_low = reinterpret_cast<float (&)[32]>(s[0]);
+    auto& s_high = reinterpret_cast<float (&)[32]>(s[32]);
+    auto& product = reinterpret_cast<float (&)[D / 2]>(s[0]);
 
-    if ((tile + 1) * C::kTile > wg_limit) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int visible = limit_of(base0 + 8 * r, shape) - tile * C::kTile - 2 * t;
-#pragma unroll
-        for (int j = 0; j < C::kTile / 8; j++)
-#pragma unroll
-          for (int e = 0; e < 2; e++)
-            if (8 * j + e >= visible) s[4 * j + 2 * r + e] = -INFINITY;
+    auto issue_s = [&](int stage) {
+      fence_regs(s);
+      wgmma_fence();
+      issue_scores<typename C::Q, typename C::K>(s, q_op, advance(k_op, stage * C::K::kBytes));
+      wgmma_commit();
+    };
+
+    Ring<C::kStages> ring;
+#pragma unroll 1
+    for (int tile = all_tiles - 1; tile >= tiles; tile--, ring.next()) {  // tiles that only later warpgroups see
+      barrier_wait(bars.k_full(ring.stage), ring.parity);
+      barrier_wait(bars.v_full(ring.stage), ring.parity);
+      __syncwarp();
+      if (leader) {
+        barrier_arrive(bars.k_empty(ring.stage));
+        barrier_arrive(bars.v_empty(ring.stage));
       }
     }
+    if (tiles > 0) {
+      barrier_wait(bars.q_full(), 0);
+      barrier_wait(bars.k_full(ring.stage), ring.parity);
+      issue_s(ring.stage);
+    }
+#pragma unroll 1
+    for (int tile = tiles - 1; tile >= 0; tile--) {
+      wgmma_wait<0>();
+      fence_regs(s);
+      const ForwardScalars<C> x(smem + C::kScalars + ring.stage * C::kScalarBytes, record_query(record), tile);
+      __syncwarp();
+      if (leader) barrier_arrive(bars.k_empty(ring.stage));
 
-    float weight[2];
+      if ((tile + 1) * C::kTile > record_keys(record)) {
+        const int thread = fresh_thread() % 128, t = thread % 4;
+        const int base0 = row_base(shape, 64 * record_half(record) + thread / 32 * 16 + thread % 32 / 4);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float base = -INFINITY;
+        for (int r = 0; r < 2; r++) {
+          const int visible = limit_of(base0 + 8 * r, shape) - tile * C::kTile - 2 * t;
 #pragma unroll
-      for (int g = 0; g < kHalves; g++) {
-        float m = -INFINITY;
+          for (int j = 0; j < C::kTile / 8; j++)
 #pragma unroll
-        for (int j = 8 * g; j < 8 * g + 8; j++) m = fmaxf(m, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-        base = fmaxf(base, m * x.c[g]);
+            for (int e = 0; e < 2; e++)
+              if (8 * j + e >= visible) s[4 * j + 2 * r + e] = -INFINITY;
+        }
       }
-      base = quad_max(base);
-      top[r] = fmaxf(top[r], base);
-      if (base > reference[r] + 32.f) {
-        const float shrink = exp2_approx(reference[r] - base);
-        l[r] *= shrink;
+
+      float base[2], weight[2];
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) o[4 * j + 2 * r] *= shrink, o[4 * j + 2 * r + 1] *= shrink;
-        reference[r] = base;
+      for (int r = 0; r < 2; r++) {
+        base[r] = -INFINITY;
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+          float m[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+          for (int j = 8 * g; j < 8 * g + 8; j++) m[j & 1] = fmaxf(m[j & 1], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+          base[r] = fmaxf(base[r], fmaxf(m[0], m[1]) * x.c[g]);
+        }
       }
-      weight[r] = exp2_approx(base - reference[r]);  // 0 where this tile shows the row no key
-      const float offset = kLog2MaxE4m3 - (base == -INFINITY ? 0.f : base);
 #pragma unroll
-      for (int g = 0; g < kHalves; g++) {
-        float sum = 0.f;
+      for (int d = 1; d < 3; d++) {
+        const float a = __shfl_xor_sync(~0u, base[0], d), b = __shfl_xor_sync(~0u, base[1], d);
+        base[0] = fmaxf(base[0], a), base[1] = fmaxf(base[1], b);
+      }
+      if (base[0] > reference[0] + 32.f || base[1] > reference[1] + 32.f) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (base[r] > reference[r] + 32.f) {
+            const float shrink = exp2_approx(reference[r] - base[r]);
+            l[r] *= shrink;
+#pragma unroll
+            for (int j = 0; j < D / 8; j++) o[4 * j + 2 * r] *= shrink, o[4 * j + 2 * r + 1] *= shrink;
+            reference[r] = base[r];
+          }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        top[r] = fmaxf(top[r], base[r]);
+        weight[r] = exp2_approx(base[r] - reference[r]);  // 0 where this tile shows the row no key
+        base[r] = kLog2MaxE4m3 - (base[r] == -INFINITY ? 0.f : base[r]);
+      }
+#pragma unroll
+      for (int g = 0; g < 2; g++) {
+        float sum[2] = {0.f, 0.f};
+        const float offset[2] = {base[0] + x.log2_rho[g], base[1] + x.log2_rho[g]};
 #pragma unroll
         for (int j = 8 * g; j < 8 * g + 8; j++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float& v = s[4 * j + 2 * r + e];
-            v = exp2_approx(__fmaf_rn(v, x.c[g], offset + x.log2_rho[g]));
-            sum += v;
+          for (int i = 0; i < 4; i++) {
+            float& v = s[4 * j + i];
+            v = exp2_approx(__fmaf_rn(v, x.c[g], offset[i / 2]));
+            sum[i / 2] += v;
           }
-        l[r] = fmaf(sum, weight[r] * x.inv_rho[g], l[r]);
-      }
-    }
 #pragma unroll
-    for (int g = 0; g < kHalves; g++) pack_codes(s + 32 * g, codes + 8 * g);
-    fence_regs(codes);
+        for (int r = 0; r < 2; r++) l[r] = fmaf(sum[r], weight[r] * x.inv_rho[g], l[r]);
+        pack_codes(s + 32 * g, codes + 8 * g);
+      }
+      fence_regs(codes);
 
-    const Ring<C::kStages> now = ring;
-    ring.next();
-    const uint32_t v = advance(v_op, now.stage * C::V::kBytes);
-    auto promote = [&](int chunk, float (&acc)[C::kChunk / 2], float w0, float w1) {
-      fence_regs(acc);
+      const uint32_t v = advance(v_op, ring.stage * C::V::kBytes);
+      float w0 = weight[0], w1 = weight[1];
+      barrier_wait(bars.v_full(ring.stage), ring.parity);
+      auto promote = [&](int first, float (&acc)[32], float a, float b) {
+        fence_regs(acc);
 #pragma unroll
-      for (int i = 0; i < C::kChunk / 2; i++) {
-        float& out = o[chunk * (C::kChunk / 2) + i];
-        out = fmaf(acc[i], i & 2 ? w1 : w0, out);
-      }
-    };
-    float w0 = weight[0], w1 = weight[1];
-    if constexpr (kHalves == 2) {
+        for (int i = 0; i < 32; i++) o[first + i] = fmaf(acc[i], i & 2 ? b : a, o[first + i]);
+      };
       if (!x.folded) {  // the two V scales are too far apart: the first half is promoted alone, then contributes zeros
-        barrier_wait(bars.v_full(now.stage), now.parity);
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk++) {
-          float acc[C::kChunk / 2];
-          fence_regs(acc);
+        for (int chunk = 0; chunk < D / 64; chunk++) {
+          fence_regs(s_low);
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 2; k++)
-            mma_rs(acc, codes + 4 * k, C::V::desc(advance(v, chunk * C::kChunk * C::V::kRowBytes + 32 * k)), k != 0);
+            mma_rs(s_low, codes + 4 * k, C::V::desc(advance(v, chunk * 64 * C::V::kRowBytes + 32 * k)), k != 0);
           wgmma_commit();
           wgmma_wait<0>();
-          promote(chunk, acc, w0 * x.v_scale[0], w1 * x.v_scale[0]);
+          promote(32 * chunk, s_low, w0 * x.v_scale[0], w1 * x.v_scale[0]);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) codes[i] = 0;
       }
-    }
-    w0 *= x.v_scale[kHalves - 1];
-    w1 *= x.v_scale[kHalves - 1];
-    fence_regs(codes);
-    if (tile > 0) {
-      barrier_wait(bars.k_full(ring.stage), ring.parity);
-      issue_s(ring.stage);
-    }
-    barrier_wait(bars.v_full(now.stage), now.parity);
-    float part[2][C::kChunk / 2];
-    auto issue_pv = [&](int chunk, float (&acc)[C::kChunk / 2]) {
-      fence_regs(acc);
+      w0 *= x.v_scale[1];
+      w1 *= x.v_scale[1];
+      fence_regs(codes);
+      const Ring<C::kStages> now = ring;
+      ring.next();
+      fence_regs(product);
       wgmma_fence();
-      issue_product<typename C::V>(acc, codes, v, chunk * C::kChunk);
+      issue_product<typename C::V>(product, codes, v, 0);
       wgmma_commit();
-    };
-    issue_pv(0, part[0]);
-    issue_pv(1, part[1]);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk++) {
-      if (chunk + 1 < kChunks)
-        wgmma_wait<1>();
-      else
-        wgmma_wait<0>();
-      promote(chunk, part[chunk & 1], w0, w1);
-      if (chunk + 2 < kChunks) issue_pv(chunk + 2, part[chunk & 1]);
+      wgmma_wait<0>();
+      __syncwarp();
+      if (leader) barrier_arrive(bars.v_empty(now.stage));
+      promote(0, s_low, w0, w1);
+      if constexpr (D == 128) promote(32, s_high, w0, w1);
+      if (tile > 0) {
+        barrier_wait(bars.k_full(ring.stage), ring.parity);
+        issue_s(ring.stage);
+      }
     }
-    __syncwarp();
-    if (leader) barrier_arrive(bars.v_empty(now.stage));
+    wgmma_wait<0>();
+    fence_regs(s);
+    const int half = record_half(record);
+    if (half < 2 * shape.n_q) forward_store<C>(p, record_head(record), half, o, reference, l, top);
   }
-  wgmma_wait<0>();
-  fence_regs(s);
-
-  forward_store<C>(p, section, o, reference, l, top);
 }
 
 template <int D>
@@ -301,18 +238,25 @@ __global__ void __launch_bounds__(ForwardConfig<D>::kThreads, 1)
   const uint32_t smem = shared_address(shared);
   const ForwardBarriers<C> bars{smem + C::kBarriers};
   const Shape& shape = p.shape;
-  const Work work = pick_work(blockIdx.x, shape.n_q, shape.batch * shape.heads, section, shape.causal != 0);
-  const int last_row = min(kUnit * work.unit + kUnit, shape.t_q) - 1;
-  const int tiles = (key_limit(shape, last_row) + C::kTile - 1) / C::kTile;
+  const int blocks = (2 * shape.n_q + C::kWarpgroups - 1) / C::kWarpgroups;
+  const Work work = pick_work(blockIdx.x, blocks, shape.batch * shape.heads, section, shape.causal != 0);
+  int tiles = 0;  // of the warpgroup that sees most
+  for (int wg = 0; wg < C::kWarpgroups; wg++) tiles = max(tiles, forward_tiles<C>(shape, forward_half<C>(work, wg)));
   if (threadIdx.x == 0) bars.init();
+  if (threadIdx.x < C::kWarpgroups) {
+    const int half = forward_half<C>(work, threadIdx.x);
+    const float scale = p.q_scale[int64_t(work.bh) * shape.n_q + min(half / 2, shape.n_q - 1)];
+    store_shared4(forward_record<C>(smem, threadIdx.x), __int_as_float(work.bh), __int_as_float(half),
+                  __int_as_float(key_limit(shape, 64 * half)), query_factor(scale, shape.softmax_scale_log2));
+  }
   __syncthreads();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (wg == 0) {
-    set_max_registers_down<24>();
+    set_max_registers_down<32>();
     if (threadIdx.x == 0 && tiles > 0) forward_produce<C>(p, work, tiles, smem, bars);
   } else {
-    set_max_registers_up<240>();
-    forward_consume<C>(p, work, section, tiles, smem, bars, wg - 1);
+    set_max_registers_up<160>();
+    forward_consume<C>(p, work, tiles, smem, bars, wg - 1);
   }
 }
 
@@ -322,10 +266,11 @@ cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
   const Shape& s = params.shape;
   const int n_bh = s.batch * s.heads;
   if (s.n_q == 0 || n_bh == 0) return cudaSuccess;
-  const int section = heads_of_section(2 * int64_t(s.n_k) * kUnit * D, s.heads / s.kv_heads, s.n_q, n_bh);
+  const int blocks = (2 * s.n_q + C::kWarpgroups - 1) / C::kWarpgroups;
+  const int section = heads_of_section(2 * int64_t(s.n_k) * kUnit * D, s.heads / s.kv_heads, blocks, n_bh);
   cudaError_t error = cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kBytes);
   if (error != cudaSuccess) return error;
-  forward_kernel<D><<<dim3(unsigned(s.n_q) * unsigned(n_bh)), C::kThreads, C::kBytes, stream>>>(params, section);
+  forward_kernel<D><<<dim3(unsigned(blocks) * unsigned(n_bh)), C::kThreads, C::kBytes, stream>>>(params, section);
   return cudaGetLastError();
 }
 

@@ -10,6 +10,8 @@ namespace dm::sm90 {
 cudaError_t run_forward(const ForwardParams& params, cudaStream_t stream);
 
 template <int D>
-cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream);
+cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream);     // 64, 128
+template <int D>
+cudaError_t launch_forward256(const ForwardParams& params, cudaStream_t stream);
 
 }  // namespace dm::sm90

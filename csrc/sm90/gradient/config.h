@@ -14,6 +14,7 @@ struct DqConfig {
   static constexpr int kTile = D == 256 ? 64 : 128;   // keys of one promotion window
   static constexpr int kStages = 3;
   static constexpr int kChunk = D == 256 ? 32 : 64;   // columns of dQ of one product flight
+  static constexpr bool kEarly = D != 256;            // scores of the next tile behind this tile's product (not with a probe)
   using Q = RowImage<D, kUnit>;
   using K = RowImage<D, kTile>;
   using KT = TokenImage<D, kTile>;

@@ -8,6 +8,7 @@
 #include "../../common/mask.h"
 #include "../../common/softmax.h"
 #include "../../common/store.h"
+#include "../../common/turns.h"
 #include "config.h"
 #include "kernel.h"
 #include "probe.cuh"
@@ -86,6 +87,8 @@ template <typename C, bool Probe>
 __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int section, int tiles, uint32_t smem,
                                            DqBarriers<C> bars, int wg) {
   constexpr int D = C::D, kHalves = C::kTile / 64, kChunks = D / C::kChunk, kScores = C::kTile / 2;
+  constexpr bool kEarly = C::kEarly && !Probe;
+  constexpr int kParts = kEarly ? 1 : 2;  // product flights that there are registers for
   const Shape& shape = p.shape;
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int local_row = 64 * wg + 16 * (threadIdx.x % 128 / 32) + lane / 4;
@@ -107,20 +110,46 @@ __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int sec
   RowProbe rows[Probe ? 2 : 1];
   CodeProbe ds_count, p_count;
 
+  // One turn at the tensor core is a tile's dQ and the next tile's scores: S right behind dQ, into registers that dQ leaves free;
+  // dP, which has no registers until dQ is promoted, last.
+  const Turns turns(wg, kEarly && tiles > 0);
   Ring<C::kStages> ring;
-  barrier_wait(bars.q_full(), 0);
-#pragma unroll 1
-  for (int tile = tiles - 1; tile >= 0; tile--, ring.next()) {
-    barrier_wait(bars.full(ring.stage), ring.parity);
-    float s[kScores], dp[kScores];
-    fence_regs(s);
-    fence_regs(dp);
+  float s[kScores], dp[kScores];
+  auto renew = [](auto& x) {
+    if constexpr (kEarly)
+      discard_regs(x);
+    else
+      fence_regs(x);
+  };
+  auto issue_s = [&]() {
+    renew(s);
     wgmma_fence();
     issue_scores<typename C::Q, typename C::K>(s, q_op, advance(k_op, ring.stage * C::K::kBytes));
     wgmma_commit();
+  };
+  auto issue_dp = [&]() {
+    renew(dp);
+    wgmma_fence();
     issue_scores<typename C::Q, typename C::K>(dp, do_op, advance(v_op, ring.stage * C::K::kBytes));
     wgmma_commit();
-
+  };
+  barrier_wait(bars.q_full(), 0);
+  if (kEarly && tiles > 0) {
+    barrier_wait(bars.full(0), 0);
+    turns.take();
+    issue_s();
+    issue_dp();
+    turns.give(false);
+    wgmma_wait<1>();
+    fence_regs(s);
+  }
+#pragma unroll 1
+  for (int tile = tiles - 1; tile >= 0; tile--) {
+    if constexpr (!kEarly) {
+      barrier_wait(bars.full(ring.stage), ring.parity);
+      issue_s();
+      issue_dp();
+    }
     const uint32_t scalars = smem + C::kScalars + ring.stage * C::kScalarBytes;
     const float4 k_scale = load_shared4(scalars);
     const float2 v_scale = load_shared2(scalars + 32);
@@ -139,9 +168,11 @@ __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int sec
       rho[0] = 1.f;
     }
     const bool masked = (tile + 1) * C::kTile > wg_limit;
+    if constexpr (!kEarly) {
+      wgmma_wait<1>();
+      fence_regs(s);
+    }
 
-    wgmma_wait<1>();
-    fence_regs(s);
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       if constexpr (Probe) {
@@ -251,26 +282,52 @@ __device__ __forceinline__ void dq_consume(const DqParams& p, Work work, int sec
       }
     }
     fence_regs(codes);
-    float part[2][C::kChunk / 2];
-    auto issue_dq = [&](int chunk, float (&x)[C::kChunk / 2]) {
-      fence_regs(x);
+    const uint32_t empty = bars.empty(ring.stage);
+    if constexpr (kEarly) {
+      ring.next();
+      if (tile > 0) barrier_wait(bars.full(ring.stage), ring.parity);
+      turns.take();
+    }
+    float part[kParts][C::kChunk / 2];
+    auto issue_dq = [&](int chunk) {
+      auto& x = part[chunk % kParts];
+      renew(x);
       wgmma_fence();
       issue_product<typename C::KT>(x, codes, kt, chunk * C::kChunk);
       wgmma_commit();
     };
-    issue_dq(0, part[0]);
-    if constexpr (kChunks > 1) issue_dq(1, part[1]);
+#pragma unroll
+    for (int chunk = 0; chunk < kParts && chunk < kChunks; chunk++) issue_dq(chunk);
+    if constexpr (kEarly && kChunks <= kParts) issue_s();  // past the last tile nobody reads its result
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++) {
-      if (chunk + 1 < kChunks)
+      constexpr int kAhead = kParts - 1;
+      const bool product_out = kAhead && chunk + 1 < kChunks, s_out = kEarly && chunk + kParts >= kChunks;
+      if (product_out && s_out)
+        wgmma_wait<2>();
+      else if (product_out || s_out)
         wgmma_wait<1>();
       else
         wgmma_wait<0>();
-      promote(chunk, part[chunk & 1], weight[kHalves - 1]);
-      if (chunk + 2 < kChunks) issue_dq(chunk + 2, part[chunk & 1]);
+      promote(chunk, part[chunk % kParts], weight[kHalves - 1]);
+      if (chunk + kParts < kChunks) issue_dq(chunk + kParts);
+      if (kEarly && chunk + kParts + 1 == kChunks) issue_s();
     }
     __syncwarp();
-    if (leader) barrier_arrive(bars.empty(ring.stage));
+    if (leader) barrier_arrive(empty);
+    if constexpr (kEarly) {
+      fence_regs(acc);
+      issue_dp();
+      turns.give(tile == 0);
+      wgmma_wait<1>();
+      fence_regs(s);
+    } else {
+      ring.next();
+    }
+  }
+  if constexpr (kEarly) {
+    wgmma_wait<0>();
+    fence_regs(dp);
   }
 
   if constexpr (Probe) {
