@@ -1,11 +1,12 @@
 """Times the sm90 kernel against torch's cuDNN BF16 attention in the same run, interleaved, on random data.
 
-    python3 benchmarks/bench_attention.py [--shape B,H,G,D,T[,full]]... [--reps 20] [--peers fa3,fa4,te_fp8] [--json FILE]
+    python3 benchmarks/bench_attention.py [--suite headline] [--shape B,H,G,D,T[,full]]... [--reps 20] [--peers fa3,fa4,te_fp8] [--json FILE]
 
 Every number is the median over `reps` rounds of one CUDA-event time; a round runs every arm once, in order, so that throttling hits all
 alike. Pre-passes are inside fwd and bwd, and also listed alone. fwd keeps what backward needs; `fwd_only` does not. TFLOP/s counts
 4 B H T^2 D for forward (half of it when causal) and 2.5 times that for backward, for every arm. Before any timing the kernel is compared
-with FP64 and with reference.py; the benchmark refuses to time a kernel that is wrong (exit code 2).
+with FP64 and with reference.py; the benchmark refuses to time a kernel that is wrong (exit code 2). `--suite headline` ends with the speed
+goals and where the run stands against them; a peer that did not run is named there and under `absent`.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from _suites import SUITES, standing  # noqa: E402
 from oracle import attention, rel  # noqa: E402
 
 from dm_plugin import ops, reference  # noqa: E402
@@ -55,6 +57,11 @@ class Shape:
         if len(parts) not in (5, 6):
             raise SystemExit(f"--shape {text} is not B,H,G,D,T or B,H,G,D,T,full")
         return cls(*map(int, parts[:5]), causal=len(parts) == 5 or parts[5] != "full")
+
+    @property
+    def text(self) -> str:
+        sizes = ",".join(map(str, (self.batch, self.heads, self.kv_heads, self.dim, self.tokens)))
+        return sizes if self.causal else f"{sizes},full"
 
     @property
     def forward_flop(self) -> float:
@@ -171,6 +178,14 @@ def peer_arms(name: str, shape: Shape, x: tuple[Tensor, ...]) -> dict[str, Calla
     return autograd_arms(name, run, q, k, v, do)
 
 
+def import_te() -> None:
+    """Load Transformer Engine before torch's first cuDNN call: it links against the system's cuDNN, whose symbols clash with a newer one in place."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        return  # peer_arms meets the same error and records it under `absent`
+
+
 def _first(x: object) -> Tensor:
     return x[0] if isinstance(x, tuple) else x  # type: ignore[return-value]
 
@@ -230,7 +245,7 @@ def bench(shape: Shape, reps: int, peers: list[str]) -> dict[str, object]:
     for peer in peers:
         try:
             arms |= peer_arms(peer, shape, x)
-        except (ImportError, RuntimeError, ValueError, AssertionError) as error:
+        except (ImportError, RuntimeError, ValueError, AssertionError, OSError) as error:
             absent[peer] = f"{type(error).__name__}: {error}"[:200]
     before = clocks()
     times = measure(arms, reps)
@@ -246,6 +261,7 @@ def bench(shape: Shape, reps: int, peers: list[str]) -> dict[str, object]:
     return {
         "shape": asdict(shape),
         "times": times,
+        "goals": [s._asdict() for s in standing(shape.text, {n: t["ms"] for n, t in times.items()})],
         "peak_bytes": memory,
         "clocks_before": before,
         "clocks_after": after,
@@ -272,6 +288,7 @@ def main() -> int:
     parser.add_argument(
         "--shape", action="append", help="B,H,G,D,T or B,H,G,D,T,full; may be repeated (default 1,64,8,128,16384)"
     )
+    parser.add_argument("--suite", choices=sorted(SUITES), help="a named set of shapes, before those of --shape")
     parser.add_argument("--reps", type=int, default=20, help="rounds; the median is reported")
     parser.add_argument(
         "--peers",
@@ -292,7 +309,11 @@ def main() -> int:
     if not ok or not torch.cuda.is_available():
         print(reason or "no CUDA GPU: nothing to time", file=sys.stderr)
         return 3
-    shapes = [Shape.parse(s) for s in args.shape or ["1,64,8,128,16384"]]
+    peers = [p for p in args.peers.split(",") if p]
+    if "te_fp8" in peers:
+        import_te()
+    texts = [*SUITES.get(args.suite, ()), *(args.shape or [])]
+    shapes = [Shape.parse(s) for s in texts or ["1,64,8,128,16384"]]
     gates = {f"D{d}{'' if c else ' full'}": gate(d, c) for d, c in sorted({(s.dim, s.causal) for s in shapes})}
     print(json.dumps(gates, indent=1))
     if not all(g["ok"] for g in gates.values()):
@@ -300,10 +321,14 @@ def main() -> int:
         return 2
     results = []
     for shape in shapes:
-        results.append(bench(shape, args.reps, [p for p in args.peers.split(",") if p]))
+        results.append(bench(shape, args.reps, peers))
         show(results[-1])
         torch.cuda.empty_cache()
+    for result, shape in zip(results, shapes, strict=True):
+        for line in standing(shape.text, {n: t["ms"] for n, t in result["times"].items()}):  # type: ignore[attr-defined]
+            print(line.text)
     report = {
+        "command": " ".join(["python3", *sys.argv]),
         "build": ops.build_info(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
