@@ -7,6 +7,7 @@ step written again (a restart) becomes rank_00003.1, .2, ..., and readers take t
 """
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -81,7 +82,10 @@ def write_step(
         _sync_folder(folder)
         return target
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(
+            OSError
+        ):  # the folder went away meanwhile; a file that has its name by now is whole all the same
+            temporary.unlink()
 
 
 def _publish(temporary: Path, folder: Path, stem: str) -> Path:

@@ -136,6 +136,25 @@ def test_an_array_that_numpy_cannot_store_is_a_lost_record_not_an_exception(tmp_
     assert find_dumps(tmp_path) == []
 
 
+def test_a_folder_that_vanishes_after_the_file_has_its_name_costs_no_record(tmp_path, monkeypatch) -> None:
+    """The record is whole where it was moved to: counting it as lost too would count it twice."""
+    from dm_plugin import dump
+
+    run, gone = tmp_path / "run", tmp_path / "gone"
+
+    def vanish(_folder) -> None:
+        run.rename(gone)
+        run.write_text("not a folder")
+
+    monkeypatch.setattr(dump, "_sync_folder", vanish)
+    writer = DumpWriter(run)
+    writer.submit(0, ARRAYS, {})
+    writer.close()
+    assert (writer.written, writer.lost_total) == (1, 0)
+    (file,) = find_dumps(gone)
+    assert read_file(file.path)[0]["dm_plugin.lost"] == "0"
+
+
 def test_fields_combine_by_their_name() -> None:
     assert [rule(n) for n in ("row_sum_pre.num", "max_logit.max", "codes.q.amax", "gain_share.q", "codes.q.count")] == [
         "add", "max", "max", "last", "add",
