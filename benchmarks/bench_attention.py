@@ -261,7 +261,6 @@ def bench(shape: Shape, reps: int, peers: list[str]) -> dict[str, object]:
     return {
         "shape": asdict(shape),
         "times": times,
-        "goals": [s._asdict() for s in standing(shape.text, {n: t["ms"] for n, t in times.items()})],
         "peak_bytes": memory,
         "clocks_before": before,
         "clocks_after": after,
@@ -319,14 +318,15 @@ def main() -> int:
     if not all(g["ok"] for g in gates.values()):
         print("the correctness gate failed: nothing is timed", file=sys.stderr)
         return 2
-    results = []
+    results, goals = [], []
     for shape in shapes:
         results.append(bench(shape, args.reps, peers))
         show(results[-1])
+        times: dict[str, dict[str, float]] = results[-1]["times"]  # type: ignore[assignment]
+        goals += standing(shape.text, {name: t["ms"] for name, t in times.items()})
         torch.cuda.empty_cache()
-    for result, shape in zip(results, shapes, strict=True):
-        for line in standing(shape.text, {n: t["ms"] for n, t in result["times"].items()}):  # type: ignore[attr-defined]
-            print(line.text)
+    for s in goals:
+        print(s.text)
     report = {
         "command": " ".join(["python3", *sys.argv]),
         "build": ops.build_info(),
@@ -334,6 +334,7 @@ def main() -> int:
         "cudnn": torch.backends.cudnn.version(),
         "reps": args.reps,
         "gate": gates,
+        "goals": [{**s.goal._asdict(), "arm": s.arm, "speed": s.speed} for s in goals],
         "results": results,
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)

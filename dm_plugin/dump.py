@@ -82,9 +82,8 @@ def write_step(
         _sync_folder(folder)
         return target
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # the folder went away meanwhile; a file that has its name by now is whole all the same
+        # The folder may be gone by now. What was published is whole all the same, and what failed keeps its own error.
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from _suites import GOALS, HEADLINE, SUITES, standing
+from bench_attention import Shape
 
 OURS = {"dm.fwd": 4.0, "dm.bwd_matched": 10.0, "dm.bwd_stale": 8.5, "dm.fwd_bwd_matched": 14.0}
 
@@ -34,3 +35,9 @@ def test_every_headline_shape_has_a_goal():
     assert {goal.shape for goal in GOALS} == set(HEADLINE)
     assert standing("1,8,8,128,512", OURS) == []
     assert len(set(SUITES["growth"])) == len(SUITES["growth"])
+
+
+@pytest.mark.parametrize("text", [shape for shapes in SUITES.values() for shape in shapes] + ["1,8,8,64,512,full"])
+def test_a_shape_is_named_as_it_was_written(text):
+    """Goals find their shape by its name: another spelling would drop them without a word."""
+    assert Shape.parse(text).text == text
