@@ -77,7 +77,7 @@ def build(args: argparse.Namespace) -> Any:
         hidden_dropout=0.0,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
-        deterministic_mode=args.arm.startswith("dm_"),  # cuDNN's FP8 attention has no deterministic backward
+        deterministic_mode=deterministic(args),
         attention_backend=AttnBackend.flash if args.arm.startswith("dm_") else AttnBackend.fused,
         **fp8,
         **recompute,
@@ -94,10 +94,15 @@ def build(args: argparse.Namespace) -> Any:
     return HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern="*-" * args.layers, **shared).cuda()
 
 
+def deterministic(args: argparse.Namespace) -> bool:
+    """Our arms, unless told otherwise: cuDNN's FP8 attention has no deterministic backward."""
+    return args.arm.startswith("dm_") and not args.nondeterministic
+
+
 @contextmanager
 def job(args: argparse.Namespace) -> Iterator[None]:
-    """torch.distributed, Megatron's parallel state; for our arms the plugin and deterministic kernels (cuDNN has no such FP8 backward)."""
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0" if args.arm.startswith("dm_") else "1"
+    """torch.distributed, Megatron's parallel state; for our arms the plugin and deterministic kernels."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0" if deterministic(args) else "1"
     os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # the checkpoint that --resume reads is this script's own
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch.distributed as dist
@@ -109,6 +114,7 @@ def job(args: argparse.Namespace) -> Iterator[None]:
         from dm_plugin.integrations.transformer_engine import install
 
         install(mode=args.arm.removeprefix("dm_"))
+    if deterministic(args):
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -171,6 +177,7 @@ def train(args: argparse.Namespace, out: Path) -> int:
                 args.exclusive
             ):  # set-up overlaps with other arms, training does not: step times are of a GPU of one's own
                 stack.enter_context(held(Path(args.exclusive)))
+                stack.callback(torch.cuda.empty_cache)  # the next arm finds the memory free
             torch.cuda.reset_peak_memory_stats()
             for step in range(start, args.steps):
                 began = time.perf_counter()
@@ -196,7 +203,7 @@ def train(args: argparse.Namespace, out: Path) -> int:
                 log.write(json.dumps(line | {"tokens": args.tokens * args.batch}) + "\n")
                 log.flush()
                 done = step + 1
-                if done == args.steps or done % args.save_every == 0:
+                if args.save_every and (done == args.steps or done % args.save_every == 0):
                     save(out / "checkpoint.pt", done, model, optimizer, setup)
         describe(args, out, model)
     return 0
@@ -265,7 +272,10 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=5e-4)
     p.add_argument("--warmup", type=int, default=20)
     p.add_argument("--recompute", choices=("none", "core_attn", "full"), default="none")
-    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints; 0: none at all")
+    p.add_argument(
+        "--nondeterministic", action="store_true", help="our arms too: let the other layers pick their fastest kernels"
+    )
     p.add_argument("--exclusive", default=None, metavar="LOCK", help="a lock file: train while no other run holds it")
     p.add_argument("--resume", action="store_true")
     return p.parse_args()
